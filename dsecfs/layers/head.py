@@ -1,0 +1,136 @@
+"""The head: one file of the store that is enough to mount a layer.
+
+Byte layout (little endian; docs/formats.md):
+
+    0   8   magic "DSECHEAD"
+    8   u32 version (1)
+    12  u32 number of sections
+    16  section table, 32 bytes each:
+          u32 type   1 manifest, 2 EROFS metadata, 3 chunk digests (one per blob, in order)
+          u32 codec  0 raw, 2 zstd
+          u64 offset from the start of the file
+          u64 stored length
+          u64 raw length
+    …   sections
+
+What must hold: `decode_head` accepts only what has the digest it was asked for, and
+bounds every allocation by lengths it checked.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import zstandard
+
+from dsecfs.errors import Corrupt, FormatError, TooNew
+from dsecfs.layers.digest import DIGEST_LEN, Digest, blob_digest, layer_digest
+from dsecfs.layers.manifest import MAX_MANIFEST, LayerManifest, parse_manifest
+
+MAGIC = b"DSECHEAD"
+VERSION = 1
+_FIXED = struct.Struct("<8sII")
+_SECTION = struct.Struct("<IIQQQ")
+_MANIFEST, _EROFS, _CHUNKS = 1, 2, 3
+_RAW, _ZSTD = 0, 2
+MAX_EROFS = 4 << 30
+"""Most bytes of EROFS metadata we accept (some 40 million inodes)."""
+MAX_BLOBS = 512
+"""Most blobs of one layer (an OCI image has at most 127 layers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHead:
+    """A decoded, verified head."""
+
+    digest: Digest
+    manifest: LayerManifest
+    erofs: bytes
+    """The EROFS metadata image; its devices are `manifest.blobs` in order."""
+    chunk_digests: tuple[bytes, ...]
+    """Per blob: 32-byte digests back to back."""
+
+
+def make_head(manifest: LayerManifest, erofs: bytes, chunk_digests: list[bytes]) -> LayerHead:
+    """Put a head together and compute its digest."""
+    digest = layer_digest(manifest.to_json(), erofs, chunk_digests)
+    return LayerHead(digest, manifest, erofs, tuple(chunk_digests))
+
+
+def encode_head(head: LayerHead) -> bytes:
+    """The bytes to store. Not part of any identity: compression may change."""
+    squeeze = zstandard.ZstdCompressor(level=3, write_checksum=False).compress
+    parts: list[tuple[int, int, bytes, int]] = []
+    manifest = head.manifest.to_json()
+    parts.append((_MANIFEST, _RAW, manifest, len(manifest)))
+    parts.append((_EROFS, _ZSTD, squeeze(head.erofs), len(head.erofs)))
+    parts.extend((_CHUNKS, _RAW, c, len(c)) for c in head.chunk_digests)
+    offset = _FIXED.size + len(parts) * _SECTION.size
+    table = bytearray(_FIXED.pack(MAGIC, VERSION, len(parts)))
+    for kind, codec, stored, raw_len in parts:
+        table += _SECTION.pack(kind, codec, offset, len(stored), raw_len)
+        offset += len(stored)
+    return bytes(table) + b"".join(p[2] for p in parts)
+
+
+def decode_head(data: bytes, digest: Digest) -> LayerHead:
+    """Parse a stored head and verify that it is layer `digest`.
+
+    Raises FormatError (truncated or damaged), TooNew or Corrupt; the message names the
+    layer. Allocates no more than the checked section lengths.
+    """
+    what = f"head of layer {digest[:12]}"
+    if len(data) < _FIXED.size:
+        raise FormatError(f"{what}: truncated: {len(data)} bytes")
+    magic, version, count = _FIXED.unpack_from(data)
+    if magic != MAGIC:
+        raise FormatError(f"{what}: not a layer head (bad magic)")
+    if version > VERSION:
+        raise TooNew(
+            f"{what}: version {version} is newer than this program knows ({VERSION})",
+            hint="upgrade dsec",
+        )
+    if count > 2 + MAX_BLOBS or len(data) < _FIXED.size + count * _SECTION.size:
+        raise FormatError(f"{what}: truncated: no room for {count} sections")
+    manifest_raw = erofs = None
+    chunks: list[bytes] = []
+    for i in range(count):
+        kind, codec, offset, stored, raw = _SECTION.unpack_from(data, _FIXED.size + i * _SECTION.size)
+        if offset + stored > len(data):
+            raise FormatError(
+                f"{what}: truncated: section {i} ends at {offset + stored}, file has {len(data)}"
+            )
+        body = data[offset : offset + stored]
+        if codec == _ZSTD:
+            if raw > MAX_EROFS:
+                raise FormatError(f"{what}: section {i} claims {raw} bytes")
+            try:
+                body = zstandard.ZstdDecompressor().decompress(body, max_output_size=raw)
+            except zstandard.ZstdError as e:
+                raise FormatError(f"{what}: section {i} does not decompress: {e}") from None
+        elif codec != _RAW:
+            raise FormatError(f"{what}: section {i} has unknown codec {codec}")
+        if len(body) != raw:
+            raise FormatError(f"{what}: section {i} has {len(body)} bytes, expected {raw}")
+        if kind == _MANIFEST and manifest_raw is None and raw <= MAX_MANIFEST:
+            manifest_raw = body
+        elif kind == _EROFS and erofs is None:
+            erofs = body
+        elif kind == _CHUNKS:
+            chunks.append(body)
+        else:
+            raise FormatError(f"{what}: section {i} of type {kind} is not expected")
+    if manifest_raw is None or erofs is None:
+        raise FormatError(f"{what}: has no manifest or no metadata")
+    if layer_digest(manifest_raw, erofs, chunks) != digest:
+        raise Corrupt(f"{what}: its content has another digest", hint="publish the layer again")
+    manifest = parse_manifest(manifest_raw, f"manifest of layer {digest[:12]}")
+    if len(chunks) != len(manifest.blobs):
+        raise FormatError(f"{what}: {len(chunks)} chunk lists for {len(manifest.blobs)} blobs")
+    for blob, digests in zip(manifest.blobs, chunks, strict=True):
+        if len(digests) != blob.chunks * DIGEST_LEN:
+            raise FormatError(f"{what}: blob {blob.digest[:12]} has a wrong chunk list")
+        if blob_digest(blob.size, blob.chunk_size, digests) != blob.digest:
+            raise Corrupt(f"{what}: blob {blob.digest[:12]} does not match its chunk list")
+    return LayerHead(digest, manifest, erofs, tuple(chunks))

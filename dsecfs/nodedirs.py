@@ -1,0 +1,98 @@
+"""Where everything of one node lies on the local disk. Owns paths, creates directories.
+
+Two roots. `data` outlives a reboot (default /var/lib/dsec); `run` does not count after
+one (default /run/dsec): what it says is about mounts and processes of this boot.
+
+    data/blobs/<hex>/       chunk cache of one blob: chunks, layout, data, present, used, pins/
+    data/heads/<hex>        verified layer heads, as the store has them
+    data/meta/<hex>.erofs   EROFS metadata images, ready to mount
+    data/refs/              refs that were resolved once (they never change)
+    data/uppers/<sandbox>/  upper and work directory of a sandbox
+    run/fs                  mount point of the node's FUSE file system
+    run/fs.sock             control socket of its worker
+    run/fs.log              log of its supervisors and workers
+    run/ns/mnt              the pinned mount namespace in which crun runs
+    run/layers/<hex>/<gen>/ EROFS mounts, one per layer and generation
+    run/sandboxes/<id>/     bundle, root mount point and record of one `dsec run`
+    run/uids/               uid ranges in use
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsecfs.layers.digest import Digest
+
+
+def boot_id() -> str:
+    """The kernel's random id of this boot (random(4), /proc/sys/kernel/random/boot_id)."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDirs:
+    """Paths under the two roots. Every method is pure; `create` makes directories."""
+
+    data: Path
+    run: Path
+
+    @staticmethod
+    def default() -> NodeDirs:
+        """/var/lib/dsec and /run/dsec for root, XDG directories for everybody else."""
+        if os.geteuid() == 0:
+            return NodeDirs(Path("/var/lib/dsec"), Path("/run/dsec"))
+        home = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+        run = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/dsec-{os.geteuid()}"
+        return NodeDirs(Path(home, "dsec"), Path(run, "dsec"))
+
+    def create(self) -> None:
+        """Make both roots, private to their owner."""
+        for path in (self.data, self.run):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def blobs(self) -> Path:
+        return self.data / "blobs"
+
+    def blob(self, blob: Digest) -> Path:
+        return self.blobs / blob
+
+    def head(self, layer: Digest) -> Path:
+        return self.data / "heads" / layer
+
+    def meta(self, layer: Digest) -> Path:
+        return self.data / "meta" / f"{layer}.erofs"
+
+    @property
+    def refs(self) -> Path:
+        return self.data / "refs"
+
+    @property
+    def uppers(self) -> Path:
+        return self.data / "uppers"
+
+    @property
+    def fs(self) -> Path:
+        return self.run / "fs"
+
+    @property
+    def control(self) -> Path:
+        return self.run / "fs.sock"
+
+    @property
+    def layers(self) -> Path:
+        return self.run / "layers"
+
+    @property
+    def namespace(self) -> Path:
+        return self.run / "ns" / "mnt"
+
+    @property
+    def sandboxes(self) -> Path:
+        return self.run / "sandboxes"
+
+    @property
+    def uids(self) -> Path:
+        return self.run / "uids"

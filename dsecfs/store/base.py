@@ -1,0 +1,126 @@
+"""The store interface, and the names of everything in a store.
+
+What must hold for every back end (tests/t1_store runs one contract suite over all):
+- keys are relative, made of [A-Za-z0-9._-] components joined by "/"; anything else is
+  refused with BadInput before it reaches a file system or a network;
+- reads are exact: a short, long or changed read raises ShortRead, never returns;
+- `put_if_absent` decides: of any number of concurrent callers exactly one gets True;
+- nothing is visible under a key before all its bytes are durable;
+- all methods are blocking and thread-safe; call them from threads, not from an event loop;
+- every wait has a limit, and retries live in store/retry.py alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from dsecfs.layers.digest import Digest
+
+
+class ObjectInfo(NamedTuple):
+    """What a store knows of an object."""
+
+    key: str
+    size: int
+    mtime: float
+    """Seconds since 1970 by the store's clock."""
+
+
+class Priority(enum.IntEnum):
+    """Why bytes are wanted; smaller goes first. Carried from the read to the back end."""
+
+    FOREGROUND = 0
+    """A reader is waiting."""
+    PREFETCH = 1
+    """A reader will want it soon (read-ahead, traces)."""
+    BACKGROUND = 2
+    """Warming, verifying, scrubbing, publishing."""
+
+
+class Store(Protocol):
+    """A flat name space of immutable objects."""
+
+    url: str
+    """What the user configured, without secrets (file:/srv/dsec, s3://bucket/prefix)."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create `key` with `data` in one atomic step. False if it exists already."""
+
+    def put_content(self, key: str, data: bytes | memoryview | BinaryIO) -> None:
+        """Store content-addressed bytes: racing writers write the same. Idempotent.
+
+        Streams from a file object without holding it in memory. May use multipart uploads.
+        """
+
+    def get(self, key: str, *, max_size: int = 1 << 30) -> bytes:
+        """All bytes of `key`. NotFound if absent; FormatError if larger than `max_size`."""
+
+    def get_range(
+        self, key: str, offset: int, length: int, *, priority: Priority = Priority.FOREGROUND
+    ) -> bytes:
+        """Exactly `length` > 0 bytes from `offset`. NotFound, or ShortRead at the end."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and time of `key`. NotFound if absent."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Everything whose key starts with `prefix` (a key component border), sorted."""
+
+    def delete(self, key: str) -> None:
+        """Remove `key`; no error if it is absent."""
+
+    def close(self) -> None:
+        """Let go of connections. The store is not used afterwards."""
+
+
+def head_key(layer: Digest) -> str:
+    return f"heads/{layer[:2]}/{layer}"
+
+
+def layout_prefix(blob: Digest) -> str:
+    return f"layouts/{blob[:2]}/{blob}/"
+
+
+def layout_key(blob: Digest, sequence: int) -> str:
+    """`sequence` counts from 1; the highest present is in force."""
+    return f"{layout_prefix(blob)}{sequence:08d}"
+
+
+def object_key(digest: Digest) -> str:
+    """A pack of compressed chunks, named by the sha256 of its own bytes."""
+    return f"objects/{digest[:2]}/{digest}"
+
+
+def env_key(env: Digest) -> str:
+    """An environment manifest (canonical JSON), named by its sha256."""
+    return f"envs/{env[:2]}/{env}"
+
+
+def ref_key(kind: str, name: str, version: str) -> str:
+    """A ref: small immutable JSON that gives a version of a name its digest."""
+    return f"refs/{kind}/{name}/.v/{version}"
+
+
+def channel_prefix(kind: str, name: str, channel: str) -> str:
+    """A channel is a log: entry N+1 is put_if_absent, the last one is in force."""
+    return f"channels/{kind}/{name}/.c/{channel}/"
+
+
+def import_key(diff_id: Digest) -> str:
+    """Which layer an OCI layer (by diff id) became. A hint, never a root for collection."""
+    return f"imports/oci/{diff_id[:2]}/{diff_id}"
+
+
+def trace_prefix(env: Digest) -> str:
+    """Access traces of an environment; several runs are merged by the reader."""
+    return f"traces/{env[:2]}/{env}/"
+
+
+def lease_prefix() -> str:
+    """Leases of publishers and nodes; see docs/gc-protocol.md."""
+    return "leases/"
+
+
+Json = dict[str, Any]
