@@ -106,6 +106,9 @@ def decode_head(data: bytes, digest: Digest) -> LayerHead:
             if raw > MAX_EROFS:
                 raise FormatError(f"{what}: section {i} claims {raw} bytes")
             try:
+                # max_output_size is ignored when the frame itself states a size.
+                if zstandard.frame_content_size(body) not in (raw, -1):
+                    raise FormatError(f"{what}: section {i} does not hold {raw} bytes")
                 body = zstandard.ZstdDecompressor().decompress(body, max_output_size=raw)
             except zstandard.ZstdError as e:
                 raise FormatError(f"{what}: section {i} does not decompress: {e}") from None

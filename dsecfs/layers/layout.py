@@ -100,6 +100,9 @@ def decode_layout(data: bytes, blob: Digest, chunks: int, chunk_size: int) -> La
         raise FormatError(f"{what}: claims {objects} objects and {hot} hot chunks")
     size = objects * 32 + count * _CHUNK.size + hot * 4
     try:
+        # max_output_size is ignored when the frame itself states a size.
+        if zstandard.frame_content_size(data[_HEADER.size :]) not in (size, -1):
+            raise FormatError(f"{what}: does not hold the {size} bytes its header promises")
         body = zstandard.ZstdDecompressor().decompress(data[_HEADER.size :], max_output_size=size)
     except zstandard.ZstdError as e:
         raise FormatError(f"{what}: does not decompress: {e}") from None
