@@ -10,7 +10,7 @@ What must hold:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -61,8 +61,10 @@ class DataSink(Protocol):
 class Limits:
     """What a source may cost. Reaching one raises UnsafeArchive that names the entry."""
 
-    entries: int = 20_000_000
-    """Files of all types."""
+    entries: int = 4_000_000
+    """Files of all types, implied directories included (some 400 bytes of memory each)."""
+    metadata: int = 1 << 30
+    """Bytes of names, link targets and attributes together."""
     bytes: int = 1 << 42
     """Sum of the data (not the holes) of all regular files."""
     file_size: int = 1 << 44
@@ -98,8 +100,9 @@ class SourceTree:
     """Directories (the root perhaps) that no entry names: they exist because of what is in
     them. Over a lower directory they keep its metadata; over a lower symbolic link they
     mean the directory it leads to."""
-    links: Mapping[bytes, bytes] = field(default_factory=dict)
-    """Hard links to files of lower layers: path -> path of the target."""
+    links: Mapping[Inode, bytes] = field(default_factory=dict)
+    """Hard links to files of lower layers: an empty file that stands for the link in the
+    tree -> the target's path. Only `merge` can put the file itself in its place."""
     notes: tuple[str, ...] = ()
     """What was left out or changed, one line each, for the user."""
 
@@ -129,6 +132,8 @@ class Notes:
 def show(name: bytes) -> str:
     """A name from outside as printable text of bounded length, for messages."""
     text = name[:200].decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text + "…" if len(name) > 200 else text
     text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
     return text + "…" if len(name) > 200 else text
 
@@ -148,6 +153,32 @@ def escape_xattr(name: bytes) -> bytes:
         if name.startswith(prefix):
             return prefix + b"overlay." + name[len(prefix) :]
     return name
+
+
+_KEPT_NAMESPACES = (b"user.", b"trusted.", b"security.")
+_KEPT = (b"system.posix_acl_access", b"system.posix_acl_default")
+
+
+def keep_xattrs(
+    found: Mapping[bytes, bytes], label: Callable[[], str], notes: Notes
+) -> dict[bytes, bytes]:
+    """The attributes that a layer keeps, overlay marks escaped.
+
+    The namespaces of xattr(7) and POSIX ACLs; others belong to one kind of file system and
+    are left out with a note.
+    """
+    kept: dict[bytes, bytes] = {}
+    for name, value in found.items():
+        if name not in _KEPT and not (name.startswith(_KEPT_NAMESPACES) and name[-1:] != b"."):
+            notes.add(f"{label()}: attribute {show(name)!r} left out")
+            continue
+        escaped = escape_xattr(name)
+        if escaped != name:
+            notes.add(f"{label()}: attribute {show(name)!r} kept as data, overlayfs will not obey it")
+        if len(escaped) > NAME_MAX:
+            raise BadInput(f"{label()}: an attribute's name of {len(escaped)} bytes")
+        kept[escaped] = value
+    return kept
 
 
 def split_path(name: bytes, limits: Limits, what: str) -> list[bytes]:
@@ -197,11 +228,52 @@ def align_segments(segments: Iterable[Segment], size: int) -> list[Segment]:
     return out
 
 
+class Widened:
+    """The data of `align_segments(segments)`: `data` gives that of `segments`, zeros between."""
+
+    def __init__(
+        self, data: ByteStream, segments: Sequence[Segment], aligned: Sequence[Segment]
+    ) -> None:
+        self._data = data
+        self._pieces = self._plan(segments, aligned)
+        self._zeros, self._left = 0, 0
+
+    @staticmethod
+    def _plan(segments: Sequence[Segment], aligned: Sequence[Segment]) -> Iterator[tuple[int, int]]:
+        """(zeros, data) pairs of byte counts, in the order in which they are read."""
+        inner = iter(segments)
+        nxt = next(inner, None)
+        for offset, length in aligned:
+            at, end = offset, offset + length
+            while nxt is not None and nxt.offset < end:
+                yield nxt.offset - at, nxt.length
+                at = nxt.offset + nxt.length
+                nxt = next(inner, None)
+            yield end - at, 0
+
+    def read(self, n: int, /) -> bytes:
+        while not self._zeros and not self._left:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return b""
+            self._zeros, self._left = piece
+        if self._zeros:
+            n = min(n, self._zeros, PIECE)
+            self._zeros -= n
+            return bytes(n)
+        data = self._data.read(min(n, self._left))
+        self._left -= len(data)
+        return data
+
+
 def at_prefix(tree: SourceTree, prefix: bytes, limits: Limits = DEFAULT_LIMITS) -> SourceTree:
     """The same tree below `prefix` (b"/opt/dsh"), which is made of implied directories.
 
-    Raises BadInput for a prefix with "..". The tree's own root keeps its metadata.
+    Raises BadInput for a prefix with "..", and for a tree with links to lower layers, whose
+    paths would mean something else then. The tree's own root keeps its metadata.
     """
+    if tree.links:
+        raise BadInput(f"cannot place a tree at {show(prefix)!r}: it has links to lower layers")
     if b".." in prefix.split(b"/"):
         raise BadInput(f"cannot place a tree at {show(prefix)!r}: it contains '..'")
     parts = split_path(prefix, limits, f"prefix {show(prefix)}")
@@ -211,6 +283,4 @@ def at_prefix(tree: SourceTree, prefix: bytes, limits: Limits = DEFAULT_LIMITS) 
     for part in reversed(parts):
         node = Inode(0o040755, children={part: node})
         implied.add(node)
-    lead = b"/".join(parts) + b"/"
-    links = {lead + path: lead + target for path, target in tree.links.items()}
-    return SourceTree(node, frozenset(implied), links, tree.notes)
+    return SourceTree(node, frozenset(implied), {}, tree.notes)
