@@ -79,9 +79,9 @@ class Inode:
         return stat.S_ISCHR(self.mode) and self.rdev == 0
 
 
-def directory(mode: int = 0o755, **attributes: int) -> Inode:
+def directory(mode: int = 0o755, *, uid: int = 0, gid: int = 0, mtime_ns: int = 0) -> Inode:
     """A new empty directory with permission bits `mode`."""
-    return Inode(stat.S_IFDIR | (mode & 0o7777), children={}, **attributes)
+    return Inode(stat.S_IFDIR | (mode & 0o7777), uid, gid, mtime_ns, children={})
 
 
 def whiteout() -> Inode:
