@@ -62,7 +62,7 @@ class LayerManifest:
     labels: Mapping[str, str] = field(default_factory=dict)
     inodes: int = 0
     """Number of inodes in the tree."""
-    bytes: int = 0
+    file_bytes: int = 0
     """Sum of the sizes of its regular files, each inode counted once."""
 
     def to_json(self) -> bytes:
@@ -82,7 +82,7 @@ class LayerManifest:
                 },
                 "labels": dict(self.labels),
                 "inodes": self.inodes,
-                "bytes": self.bytes,
+                "bytes": self.file_bytes,
             }
         )
 

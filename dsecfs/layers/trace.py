@@ -1,0 +1,268 @@
+"""Access traces: which ranges of which files an environment's first run reads, in order.
+
+A trace is recorded by path, so that it stays useful when a layer below is upgraded, and
+replayed as chunks of whatever blobs the path lies in now. Several runs are merged.
+
+Stored under `traces/<env>/<sha256 of the bytes>` as a zstd frame of JSON:
+
+    {"format": 1, "env": HEX, "files": [[PATH, [[OFFSET, LENGTH], ...]], ...]}
+
+PATH is os.fsdecode of the raw bytes (surrogates escaped), no leading slash; a file stands
+again where the program came back to it after reading others.
+
+What must hold: a trace is only advice. A wrong or hostile one costs a bounded amount of
+prefetching (MAX_RANGES) and can never change what a read returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import zstandard
+
+from dsecfs.errors import BadInput, FormatError, NotFound
+from dsecfs.layers.digest import Digest, sha256
+from dsecfs.layers.erofs.reader import ErofsImage
+from dsecfs.layers.manifest import BlobRef, Fields, load_json
+from dsecfs.store.base import Store, trace_prefix
+
+TRACE_FORMAT = 1
+MAX_RANGES = 1_000_000
+MAX_TRACE = 64 << 20
+"""Most bytes of a trace's JSON."""
+MAX_RUNS = 8
+"""Runs that are merged; newer ones win."""
+
+
+class Touch(NamedTuple):
+    """One read of a blob, as the FUSE worker saw it."""
+
+    blob: Digest
+    offset: int
+    length: int
+
+
+class Access(NamedTuple):
+    """One range of one file."""
+
+    path: bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The ranges that one or more runs of an environment read, in order of first use."""
+
+    env: Digest
+    accesses: tuple[Access, ...]
+
+    @property
+    def total(self) -> int:
+        """Sum of the lengths."""
+        return sum(a.length for a in self.accesses)
+
+
+class TracedLayer(NamedTuple):
+    """A layer of an environment as this module needs it."""
+
+    blobs: Sequence[BlobRef]
+    image: ErofsImage
+
+
+class PathIndex:
+    """From a blob's address to the file that lies there.
+
+    Built by one pass over the metadata of all layers. A range that several names share
+    (equal files are stored once) is given the first name in path order.
+    """
+
+    def __init__(self, layers: Sequence[TracedLayer]) -> None:
+        found: dict[Digest, dict[int, tuple[int, bytes, int]]] = {}
+        for layer in layers:
+            for path, info in layer.image.walk():
+                if not stat.S_ISREG(info.mode):
+                    continue
+                for e in layer.image.extents_of(info):
+                    by_start = found.setdefault(layer.blobs[e.blob].digest, {})
+                    by_start.setdefault(e.physical, (e.length, path, e.logical))
+        self._starts = {blob: sorted(by_start) for blob, by_start in found.items()}
+        self._found = found
+
+    def accesses(self, touch: Touch) -> Iterator[Access]:
+        """The file ranges that a read of a blob covers; padding between files is left out."""
+        starts = self._starts.get(touch.blob, [])
+        end = touch.offset + touch.length
+        i = max(bisect_right(starts, touch.offset) - 1, 0)
+        while i < len(starts) and starts[i] < end:
+            start = starts[i]
+            length, path, logical = self._found[touch.blob][start]
+            low, high = max(touch.offset, start), min(end, start + length)
+            if low < high:
+                yield Access(path, logical + low - start, high - low)
+            i += 1
+
+
+def make_trace(env: Digest, touches: Iterable[Touch], index: PathIndex) -> Trace:
+    """Turn what a worker logged into a trace: by path, each byte once, neighbours joined."""
+    seen = _Ranges()
+    out: list[Access] = []
+    for touch in touches:
+        for access in index.accesses(touch):
+            for offset, length in seen.add(access.path, access.offset, access.length):
+                last = out[-1] if out else None
+                if last and last.path == access.path and last.offset + last.length == offset:
+                    out[-1] = last._replace(length=last.length + length)
+                elif len(out) < MAX_RANGES:
+                    out.append(Access(access.path, offset, length))
+    return Trace(env, tuple(out))
+
+
+def merge_traces(traces: Sequence[Trace]) -> Trace:
+    """All that any run read, each byte once, in the order of its earliest relative use."""
+    ranked = sorted(
+        (i / len(t.accesses), n, i) for n, t in enumerate(traces) for i in range(len(t.accesses))
+    )
+    seen = _Ranges()
+    out: list[Access] = []
+    for _, n, i in ranked:
+        a = traces[n].accesses[i]
+        out.extend(Access(a.path, o, length) for o, length in seen.add(a.path, a.offset, a.length))
+    return Trace(traces[0].env, tuple(out[:MAX_RANGES]))
+
+
+def trace_chunks(
+    accesses: Iterable[Access], layers_top_first: Sequence[TracedLayer]
+) -> list[tuple[Digest, int]]:
+    """The chunks (blob, number) that a trace needs now, in order of first use, each once.
+
+    Paths that no longer exist are skipped; the topmost layer that has a path provides it.
+    """
+    where: dict[bytes, tuple[TracedLayer, int] | None] = {}
+    out: dict[tuple[Digest, int], None] = {}
+    for path, offset, length in accesses:
+        if path not in where:
+            where[path] = _provider(path, layers_top_first)
+        found = where[path]
+        if found is None:
+            continue
+        layer, nid = found
+        for e in layer.image.extents(nid):
+            low = max(offset, e.logical)
+            high = min(offset + length, e.logical + e.length)
+            if low >= high:
+                continue
+            blob = layer.blobs[e.blob]
+            first = (e.physical + low - e.logical) // blob.chunk_size
+            last = (e.physical + high - 1 - e.logical) // blob.chunk_size
+            for chunk in range(first, last + 1):
+                out[blob.digest, chunk] = None
+    return list(out)
+
+
+def _provider(path: bytes, layers_top_first: Sequence[TracedLayer]) -> tuple[TracedLayer, int] | None:
+    for layer in layers_top_first:
+        try:
+            nid = layer.image.resolve(path)
+        except (NotFound, BadInput):
+            continue
+        info = layer.image.stat(nid)
+        # A whiteout or another type hides what is below; a directory has no data.
+        return (layer, nid) if stat.S_ISREG(info.mode) else None
+    return None
+
+
+def encode_trace(trace: Trace) -> bytes:
+    """The bytes to store."""
+    files: list[tuple[str, list[tuple[int, int]]]] = []
+    last: bytes | None = None
+    for path, offset, length in trace.accesses:
+        if path != last:
+            files.append((os.fsdecode(path), []))
+            last = path
+        files[-1][1].append((offset, length))
+    value = {"format": TRACE_FORMAT, "env": trace.env, "files": files}
+    return zstandard.ZstdCompressor(level=6).compress(json.dumps(value, separators=(",", ":")).encode())
+
+
+def decode_trace(data: bytes, env: Digest) -> Trace:
+    """Parse and check a trace of `env`. Raises FormatError or TooNew."""
+    what = f"trace of environment {env[:12]}"
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= MAX_TRACE:
+            raise FormatError(f"{what}: claims {size} bytes")
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+    except zstandard.ZstdError as e:
+        raise FormatError(f"{what}: does not decompress: {e}") from None
+    f = Fields(load_json(raw, what), what)
+    f.check_format(TRACE_FORMAT)
+    if f.take("env", str) != env:
+        raise FormatError(f"{what}: belongs to another environment")
+    out: list[Access] = []
+    try:
+        for path, ranges in f.take("files", list):
+            raw_path = os.fsencode(path)
+            for offset, length in ranges:
+                if not (
+                    isinstance(offset, int)
+                    and isinstance(length, int)
+                    and 0 <= offset < 1 << 63
+                    and 0 < length < 1 << 63
+                ):
+                    raise FormatError(f"{what}: an impossible range")
+                out.append(Access(raw_path, offset, length))
+    except (ValueError, TypeError) as e:
+        raise FormatError(f"{what}: 'files' has a wrong shape: {e}") from None
+    f.done()
+    if len(out) > MAX_RANGES:
+        raise FormatError(f"{what}: {len(out)} ranges, at most {MAX_RANGES} are allowed")
+    return Trace(env, tuple(out))
+
+
+def save_trace(store: Store, trace: Trace) -> str:
+    """Store a run's trace; returns its key."""
+    data = encode_trace(trace)
+    key = trace_prefix(trace.env) + sha256(data)
+    store.put_content(key, data)
+    return key
+
+
+def load_traces(store: Store, env: Digest) -> list[Trace]:
+    """The newest MAX_RUNS traces of an environment, newest first; empty if there are none."""
+    found = sorted(store.list(trace_prefix(env)), key=lambda o: (-o.mtime, o.key))
+    return [decode_trace(store.get(o.key, max_size=MAX_TRACE), env) for o in found[:MAX_RUNS]]
+
+
+class _Ranges:
+    """Which bytes of which files were seen, as sorted disjoint ranges."""
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, list[tuple[int, int]]] = {}
+
+    def add(self, path: bytes, offset: int, length: int) -> list[tuple[int, int]]:
+        """Add a range; returns the parts (offset, length) that are new."""
+        ranges = self._seen.setdefault(path, [])
+        end = offset + length
+        first = max(bisect_right(ranges, (offset, 1 << 63)) - 1, 0)
+        while first < len(ranges) and ranges[first][1] < offset:
+            first += 1
+        stop, at, fresh = first, offset, []
+        while stop < len(ranges) and ranges[stop][0] <= end:
+            low, high = ranges[stop]
+            if at < low:
+                fresh.append((at, low - at))
+            at = max(at, high)
+            stop += 1
+        if at < end:
+            fresh.append((at, end - at))
+        if first < stop:
+            offset, end = min(offset, ranges[first][0]), max(end, ranges[stop - 1][1])
+        ranges[first:stop] = [(offset, end)]
+        return fresh
