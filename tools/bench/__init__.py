@@ -1,0 +1,1 @@
+"""Benchmarks: each module measures one row of docs/benchmarks.md."""
