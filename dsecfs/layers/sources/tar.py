@@ -2,8 +2,13 @@
 
 What must hold: the archive is read once, front to back, and never unpacked; hard links are
 shared `Inode` objects; `.wh.` names become whiteouts and opaque marks only in layers; the
-tree equals what `tar -x` as root into an empty directory would give (docs/sources.md lists
-where it differs, and why).
+tree equals what `tar -x` as root into an empty directory would give, except where container
+runtimes agree on something else:
+- a parent that is a symbolic link is followed, as in a chroot; a directory entry over a link
+  or file, and anything over a directory, replaces it;
+- `a/../b` is `b`; a path or link target that leaves the root is refused, not shortened;
+- entries of unknown type are refused, not written as files.
+Attributes: user, trusted, security and POSIX ACLs are kept; `overlay.*` marks are escaped.
 """
 
 from __future__ import annotations
@@ -208,6 +213,8 @@ class _Loader:
     def _xattrs(self, entry: TarEntry) -> dict[bytes, bytes]:
         found = dict(entry.xattrs)
         for kind, text in entry.acls.items():
+            if not text:  # GNU tar writes empty ones
+                continue
             value = acl_from_text(text) if kind in (b"access", b"default") else None
             if value is None:
                 self._notes.add(f"{self._reader.label()}: ACL left out: {show(text)}")

@@ -210,11 +210,12 @@ class TarReader:
 
     def _check_sum(self, block: bytes, stored: bytes) -> None:
         total = sum(block) - sum(stored) + 8 * 32
-        wanted = self._number(stored, "checksum")
+        digits = _DIGITS.fullmatch(stored)
+        wanted = int(digits[1], 8) if digits and digits[1] else -1
         if total != wanted:
             # Some old tars summed signed characters.
             total -= 256 * sum(1 for i, c in enumerate(block) if c > 127 and not 148 <= i < 156)
-            if total != wanted:
+            if total != wanted or wanted < 0:
                 after = f" after {show(self._entry.name)!r}" if self._entry else ""
                 raise BadInput(
                     f"{self._what}: no tar header{after} (wrong checksum)",

@@ -1,0 +1,65 @@
+"""Oracle: what is really on a file system, as the same plain values `listing` gives."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from typing import Any
+
+
+def disk_listing(top: str, *, xattrs: bool = True) -> dict[bytes, tuple[Any, ...]]:
+    """Everything below and including `top`. Whiteouts and opaque are what overlayfs uses."""
+    base = os.fsencode(top)
+    out: dict[bytes, tuple[Any, ...]] = {}
+    first: dict[tuple[int, int], bytes] = {}
+    todo = [b""]
+    while todo:
+        path = todo.pop()
+        full = os.path.join(base, path) if path else base
+        st = os.lstat(full)
+        names = sorted(os.listdir(full)) if stat.S_ISDIR(st.st_mode) else []
+        attrs: dict[bytes, bytes] = {}
+        if xattrs:
+            for name in os.listxattr(full, follow_symlinks=False):
+                attrs[name.encode()] = os.getxattr(full, name, follow_symlinks=False)
+        opaque = attrs.pop(b"trusted.overlay.opaque", b"") == b"y"
+        body = ""
+        if stat.S_ISREG(st.st_mode):
+            with open(full, "rb") as f:
+                body = hashlib.sha256(f.read()).hexdigest()
+        out[path] = (
+            stat.filemode(st.st_mode),
+            st.st_uid,
+            st.st_gid,
+            st.st_mtime_ns,
+            st.st_rdev if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode) else 0,
+            os.readlink(full) if stat.S_ISLNK(st.st_mode) else b"",
+            tuple(sorted(attrs.items())),
+            body,
+            path,
+            opaque,
+        )
+        todo.extend(path + b"/" + n if path else n for n in reversed(names))
+    # Hard links by the first path, in the order of a sorted walk.
+    for path in walk_order(out):
+        st = os.lstat(os.path.join(base, path) if path else base)
+        if not stat.S_ISDIR(st.st_mode):
+            name = first.setdefault((st.st_dev, st.st_ino), path)
+            out[path] = (*out[path][:8], name, out[path][9])
+    return out
+
+
+def walk_order(paths: Any) -> list[bytes]:
+    """Paths in the order `tree.walk` visits them: by components."""
+    return sorted(paths, key=lambda p: p.split(b"/") if p else [])
+
+
+def difference(ours: dict[bytes, Any], theirs: dict[bytes, Any]) -> list[str]:
+    """Readable differences, at most 20; empty when equal."""
+    lines = []
+    for path in walk_order({*ours, *theirs}):
+        a, b = ours.get(path), theirs.get(path)
+        if a != b:
+            lines.append(f"{path!r}: ours {a} theirs {b}")
+    return lines[:20]
