@@ -258,13 +258,14 @@ def _files(draw: st.DrawFn, blob_blocks: Sequence[int]) -> Inode:
         count = draw(st.integers(1, min(20, blob_blocks[blob] - first)))
         extents.append(Extent(at, blob, first * BLOCK, count * BLOCK))
         at += count * BLOCK
-    if extents and draw(st.booleans()):
-        cut = draw(st.integers(0, BLOCK - 1))
+    cut = draw(st.sampled_from([0, 1, 100, BLOCK - 1])) if extents else 0
+    if cut:
         at -= cut
         extents[-1] = extents[-1]._replace(length=extents[-1].length - cut)
     else:
         # A hole at the end; huge only without data (its map would be too fine).
-        at += draw(st.sampled_from([0, 1, 5000] if extents else [0, 0, 1, 5000, 2**32, 2**43 + 5]))
+        sizes = [0, 1, 5000] if extents else [0, 0, 1, 5000, 2**32, 2**43 + 5]
+        at += draw(st.sampled_from(sizes))
     return Inode(stat.S_IFREG, size=at, extents=tuple(extents))
 
 

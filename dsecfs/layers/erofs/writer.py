@@ -52,23 +52,23 @@ def write_erofs(root: Inode, devices: Sequence[Device], *, uuid_salt: bytes = b"
             f"the tree needs {size} bytes of metadata, more than {f.MAX_IMAGE}",
             hint="split it into several layers",
         )
-    mapped = size
-    slots = []
-    for tag, length in devices:
-        slots.append(f.DEVICE.pack(tag, length // f.BLOCK, mapped // f.BLOCK))
-        mapped += length
-    if mapped // f.BLOCK >= f.NULL_BLOCK:
+    whole = size + sum(length for _, length in devices)
+    if whole // f.BLOCK >= f.NULL_BLOCK:
         raise BadInput(
-            f"metadata and blobs have {mapped} bytes together, more than 32-bit block "
-            f"addresses of {f.BLOCK} bytes reach",
+            f"metadata and blobs have {whole} bytes together, more than 32-bit addresses of "
+            f"blocks of {f.BLOCK} bytes reach",
             hint="split the tree into several layers",
         )
+    table = b""
+    mapped = size
+    for tag, length in devices:
+        table += f.DEVICE.pack(tag, length // f.BLOCK, mapped // f.BLOCK)
+        mapped += length
 
     image = bytearray(size)
     for ino, node in enumerate(nodes, 1):
         _emit(image, node, ino)
     image[shared_at : shared_at + len(shared)] = shared
-    table = b"".join(slots)
     image[f.DEVICE_TABLE : f.DEVICE_TABLE + len(table)] = table
     f.SUPER.pack_into(
         image,
