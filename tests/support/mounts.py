@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -88,4 +89,13 @@ def why_no_erofs() -> str:
     return ""
 
 
+def _missing_tools() -> str:
+    tools = ("fsck.erofs", "mkfs.erofs", "dump.erofs")
+    missing = [name for name in tools if shutil.which(name) is None]
+    return f"{', '.join(missing)} not installed (Debian: erofs-utils)" if missing else ""
+
+
+needs_erofs_utils = pytest.mark.skipif(
+    bool(_missing_tools()), reason=_missing_tools() or "erofs-utils is there"
+)
 needs_erofs = pytest.mark.skipif(bool(why_no_erofs()), reason=why_no_erofs() or "mounts work")

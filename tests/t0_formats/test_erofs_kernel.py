@@ -19,7 +19,7 @@ from dsecfs.layers.erofs import format as f
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.tree import BLOCK, Extent, Inode, directory, whiteout
-from tests.support.mounts import mounted, needs_erofs
+from tests.support.mounts import mounted, needs_erofs, needs_erofs_utils
 from tests.support.trees import (
     Blob,
     acl,
@@ -32,7 +32,7 @@ from tests.support.trees import (
     trees,
 )
 
-pytestmark = needs_erofs
+pytestmark = [needs_erofs, needs_erofs_utils]
 
 
 def devices_of(blobs: Sequence[Blob]) -> list[Device]:

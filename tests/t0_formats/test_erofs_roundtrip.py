@@ -17,6 +17,7 @@ from dsecfs.layers.erofs import format as f
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.tree import BLOCK, Extent, Inode, directory, walk, whiteout
+from tests.support.mounts import needs_erofs_utils
 from tests.support.trees import describe, symlink_to, trees
 
 DEVICES = [Device(b"a" * 64, 40 * BLOCK), Device(b"b" * 64, 9 * BLOCK)]
@@ -314,6 +315,7 @@ def test_opening_files(tmp_path: Path) -> None:
         assert read.resolve(b"f") and read.block_count * BLOCK == len(image)
 
 
+@needs_erofs_utils
 def test_dump_erofs_agrees(tmp_path: Path) -> None:
     """What dump.erofs says of the superblock and of a file is what we meant to write."""
     image, blob = tmp_path / "image", tmp_path / "blob"

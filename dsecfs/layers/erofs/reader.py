@@ -56,6 +56,15 @@ class InodeInfo(NamedTuple):
     body_at: int
     """Where attributes end and inline data or chunk indexes begin."""
 
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_whiteout(self) -> bool:
+        """As `tree.Inode.is_whiteout`."""
+        return stat.S_ISCHR(self.mode) and self.rdev == 0
+
 
 class _Block(NamedTuple):
     """One block of a directory: where it lies in the image, its bytes, its entries."""
