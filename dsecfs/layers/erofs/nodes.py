@@ -20,6 +20,8 @@ from dsecfs.layers.tree import NAME_MAX, Inode
 _ID_MAX = 0xFFFFFFFE
 """Linux keeps uid and gid 2^32-1 for "no such id"."""
 
+_TIME_END = (1 << 63) * 1_000_000_000
+
 
 class Node:
     """An inode on its way into an image."""
@@ -27,25 +29,24 @@ class Node:
     __slots__ = (
         "blocks",
         "compact",
-        "entries",
         "ftype",
         "head",
         "info",
         "inode",
         "layout",
         "name",
-        "nanos",
+        "names",
         "nlink",
+        "nodes",
         "parent",
         "path_len",
         "pos",
-        "seconds",
         "size",
         "start",
         "tail",
         "tail_len",
         "xattrs",
-    )  # fmt: skip
+    )
 
     def __init__(self, inode: Inode, parent: Node | None, name: bytes) -> None:
         self.inode = inode
@@ -54,9 +55,11 @@ class Node:
         self.path_len = 0
         self.nlink = 1
         self.ftype = f.FT_OF.get(stat.S_IFMT(inode.mode), 0)
-        self.entries: list[tuple[bytes, Node]] = []
+        self.names: Sequence[bytes] = ()
         """A directory's names in the kernel's order (bytes), `.` and `..` included."""
-        self.blocks: list[int] = []
+        self.nodes: Sequence[Node] = ()
+        """What they name."""
+        self.blocks: Sequence[int] = ()
         """How many entries lie in each of a directory's blocks."""
         self.xattrs = b""
         """The whole attribute body."""
@@ -76,7 +79,6 @@ class Node:
         self.compact = False
         self.pos = 0
         """Where the inode lies; its nid times 32."""
-        self.seconds, self.nanos = divmod(inode.mtime_ns, 1_000_000_000)
 
     @property
     def path(self) -> str:
@@ -103,27 +105,28 @@ def collect(root: Inode, devices: Sequence[f.Device]) -> list[Node]:
     _prepare(top, devices)
     if root.children is None:
         raise top.bad("the root of a tree must be a directory")
-    seen = {id(root): top}
-    nodes: list[Node] = []
+    seen = {root: top}
+    found: list[Node] = []
     stack = [top]
     while stack:
         here = stack.pop()
-        nodes.append(here)
+        found.append(here)
         children = here.inode.children
         assert children is not None
-        entries: list[tuple[bytes, Node]] = []
+        names = sorted(children)
+        nodes: list[Node] = []
         below: list[Node] = []
         here.nlink = 2
-        for name in sorted(children):
+        for name in names:
             child = children[name]
-            node = seen.get(id(child))
+            node = seen.get(child)
             if node is None:
                 node = Node(child, here, name)
                 _check_name(node)
-                seen[id(child)] = node
+                seen[child] = node
                 _prepare(node, devices)
                 if child.children is None:
-                    nodes.append(node)
+                    found.append(node)
                 else:
                     below.append(node)
                     here.nlink += 1
@@ -134,13 +137,16 @@ def collect(root: Inode, devices: Sequence[f.Device]) -> list[Node]:
             else:
                 _check_name(Node(child, here, name))
                 node.nlink += 1
-            entries.append((name, node))
-        bisect.insort(entries, (b".", here))
-        bisect.insort(entries, (b"..", here.parent or here))
-        here.entries = entries
+            nodes.append(node)
+        for dot, node in ((b".", here), (b"..", here.parent or here)):
+            place = bisect.bisect(names, dot)
+            names.insert(place, dot)
+            nodes.insert(place, node)
+        here.names = names
+        here.nodes = nodes
         below.reverse()
         stack.extend(below)
-    return nodes
+    return found
 
 
 def _check_name(node: Node) -> None:
@@ -162,8 +168,8 @@ def _prepare(node: Node, devices: Sequence[f.Device]) -> None:
         raise node.bad(f"mode {inode.mode:o} has no known file type")
     if not 0 <= inode.uid <= _ID_MAX or not 0 <= inode.gid <= _ID_MAX:
         raise node.bad(f"owner {inode.uid}:{inode.gid} does not fit 32 bits")
-    if not -(1 << 63) <= node.seconds < 1 << 63:
-        raise node.bad(f"a time of {node.seconds} seconds does not fit 64 bits")
+    if not -_TIME_END <= inode.mtime_ns < _TIME_END:
+        raise node.bad(f"a time of {inode.mtime_ns} ns does not fit 64 bits of seconds")
     kind = stat.S_IFMT(inode.mode)
     if (inode.children is not None) != (kind == stat.S_IFDIR):
         raise node.bad("only a directory has entries")

@@ -25,6 +25,8 @@ from dsecfs.layers.erofs.nodes import Node, collect
 from dsecfs.layers.erofs.xattrs import plan_xattrs
 from dsecfs.layers.tree import Inode
 
+_SECOND = 1_000_000_000
+
 __all__ = ["Device", "write_erofs"]
 
 
@@ -80,8 +82,8 @@ def write_erofs(root: Inode, devices: Sequence[Device], *, uuid_salt: bytes = b"
         0,
         nodes[0].pos // f.SLOT,
         len(nodes),
-        build_time[0] & 0xFFFF_FFFF_FFFF_FFFF,
-        build_time[1],
+        build_time // _SECOND & 0xFFFF_FFFF_FFFF_FFFF,
+        build_time % _SECOND,
         size // f.BLOCK,
         0,
         shared_at // f.BLOCK if shared else 0,
@@ -112,14 +114,14 @@ def _check_devices(devices: Sequence[Device]) -> None:
             raise BadInput(f"device {tag!r}: size {size} is no positive multiple of {f.BLOCK}")
 
 
-def _choose_build_time(nodes: list[Node]) -> tuple[int, int]:
-    """Decide which inodes are compact; the time that they have, which becomes the image's.
+def _choose_build_time(nodes: list[Node]) -> int:
+    """Decide which inodes are compact; the mtime_ns that they have and the image gets.
 
     The compact form has no time of its own, so the most frequent one of all inodes that fit
     it otherwise wins, the earliest of equals.
     """
     small = []
-    times: Counter[tuple[int, int]] = Counter()
+    times: Counter[int] = Counter()
     for node in nodes:
         inode = node.inode
         if (
@@ -129,12 +131,12 @@ def _choose_build_time(nodes: list[Node]) -> tuple[int, int]:
             and node.size <= 0xFFFFFFFF
         ):
             small.append(node)
-            times[node.seconds, node.nanos] += 1
+            times[inode.mtime_ns] += 1
     if not times:
-        return 0, 0
+        return 0
     chosen = min(times, key=lambda t: (-times[t], t))
     for node in small:
-        node.compact = (node.seconds, node.nanos) == chosen
+        node.compact = node.inode.mtime_ns == chosen
     return chosen
 
 
@@ -142,7 +144,7 @@ def _split_directory(node: Node) -> None:
     """Decide which of a directory's entries lie in which of its blocks."""
     counts = []
     count = used = 0
-    for name, _ in node.entries:
+    for name in node.names:
         need = f.DIRENT.size + len(name)
         if used + need > f.BLOCK:
             counts.append(count)
@@ -244,7 +246,8 @@ def _emit(image: bytearray, node: Node, ino: int) -> None:
     else:
         f.EXTENDED.pack_into(
             image, pos, 1 | node.layout << 1, icount, inode.mode, 0, node.size, info,
-            ino & 0xFFFFFFFF, inode.uid, inode.gid, node.seconds, node.nanos, node.nlink,
+            ino & 0xFFFFFFFF, inode.uid, inode.gid, inode.mtime_ns // _SECOND,
+            inode.mtime_ns % _SECOND, node.nlink,
         )  # fmt: skip
     at = pos + node.head
     if node.xattrs:
@@ -261,14 +264,14 @@ def _directory_blocks(node: Node) -> list[bytes]:
     first = 0
     pack = f.DIRENT.pack
     for count in node.blocks:
-        entries = node.entries[first : first + count]
-        first += count
+        names = node.names[first : first + count]
         offset = count * f.DIRENT.size
         parts = []
-        for name, target in entries:
+        for name, target in zip(names, node.nodes[first : first + count], strict=True):
             parts.append(pack(target.pos // f.SLOT, offset, target.ftype, 0))
             offset += len(name)
-        parts.extend(name for name, _ in entries)
+        parts.extend(names)
+        first += count
         out.append(b"".join(parts))
     for i in range(len(out) - 1):
         out[i] = out[i].ljust(f.BLOCK, b"\0")
