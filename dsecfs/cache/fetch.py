@@ -1,0 +1,127 @@
+"""What is fetched: a blob as the fetcher sees it, one chunk on its way, and decompression."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+
+import lz4.block  # type: ignore[import-untyped]
+import zstandard
+
+from dsecfs.cache.blob import BlobFiles
+from dsecfs.cache.layouts import Places
+from dsecfs.errors import DsecfsError
+from dsecfs.layers.digest import DIGEST_LEN, Digest
+from dsecfs.layers.layout import LZ4, RAW, ZSTD, Place
+from dsecfs.store.base import Priority
+
+Listener = Callable[["Fetch", bytes | None, DsecfsError | None], None]
+"""Called once, from any thread, with the verified bytes or the error; must not block."""
+
+
+class Blob:
+    """What is needed to fetch chunks of one blob."""
+
+    def __init__(
+        self, digest: Digest, size: int, chunk_size: int, digests: bytes, files: BlobFiles
+    ) -> None:
+        self.digest = digest
+        self.size = size
+        self.chunk_size = chunk_size
+        self.chunk_count = files.count
+        self.files = files
+        self._digests = digests
+        self.inflight: dict[int, Fetch] = {}
+        """Fetches by chunk. Guarded by the fetcher's mutex, as the next one is."""
+        self.unplaced: list[Fetch] = []
+        """Fetches that wait for the layout."""
+        self.places: Places | None = None
+        self.layout_lock = threading.Lock()
+
+    def chunk_digest(self, chunk: int) -> bytes:
+        return self._digests[chunk * DIGEST_LEN : (chunk + 1) * DIGEST_LEN]
+
+    def matches(self, chunk: int, data: bytes) -> bool:
+        """Whether `data` is that chunk."""
+        return (
+            len(data) == self.files.length(chunk)
+            and hashlib.sha256(data).digest() == self.chunk_digest(chunk)
+        )
+
+    def __str__(self) -> str:
+        return f"blob {self.digest[:12]}"
+
+
+WAITING, RUNNING, DONE = range(3)
+
+FIRST_PAUSE_S = 0.001
+"""First pause between looks at a chunk that another process is fetching; it doubles."""
+
+
+class Fetch:
+    """One chunk on its way. Fields are guarded by the fetcher's mutex."""
+
+    __slots__ = (
+        "alone",
+        "blob",
+        "chunk",
+        "listeners",
+        "locked",
+        "lockless",
+        "owner",
+        "parked_at",
+        "pause",
+        "place",
+        "places",
+        "priority",
+        "state",
+        "tries",
+    )
+
+    def __init__(self, blob: Blob, chunk: int, priority: Priority) -> None:
+        self.blob = blob
+        self.chunk = chunk
+        self.priority = priority
+        self.state = WAITING
+        self.owner = 0
+        """The thread that has it while it is RUNNING."""
+        self.listeners: list[Listener] = []
+        self.places: Places | None = None
+        """The layout `place` is from."""
+        self.place: Place | None = None
+        self.tries = 0
+        self.alone = False
+        """Not to be merged with neighbours: a merged read failed."""
+        self.locked = False
+        self.lockless = False
+        """The lock could not be had in time: serve it, do not cache it."""
+        self.parked_at = 0.0
+        self.pause = FIRST_PAUSE_S
+
+
+def follows(before: Fetch, fetch: Fetch) -> bool:
+    """Whether `fetch` starts where `before` ends, or is the very same stored bytes."""
+    a, b = before.place, fetch.place
+    assert a is not None and b is not None
+    return b.offset in (a.offset, a.offset + a.stored)
+
+
+def decompress(stored: memoryview, codec: int, length: int) -> bytes | None:
+    """The `length` bytes of a stored chunk; None if it is not one. Memory is bounded by
+    `length` whatever the bytes say."""
+    try:
+        if codec == RAW:
+            return bytes(stored) if len(stored) == length else None
+        if codec == LZ4:
+            data: bytes = lz4.block.decompress(stored, uncompressed_size=length)
+        elif codec == ZSTD:
+            # A frame that states no size could ask for a window of any size.
+            if zstandard.frame_content_size(stored) != length:
+                return None
+            data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=length)
+        else:
+            return None
+    except (lz4.block.LZ4BlockError, zstandard.ZstdError):
+        return None
+    return data if len(data) == length else None

@@ -1,0 +1,76 @@
+"""Which chunks to fetch before a sequential reader asks for them.
+
+Owns the streams of one blob: pure bookkeeping, no I/O. What must hold: never more is
+fetched ahead than the stream has read so far (so a file's end costs at most its length),
+nor more than the window; random reads fetch nothing ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+_STREAMS = 16
+"""Streams followed per blob; the one that was idle longest gives way."""
+_SLACK = 4
+"""Chunks by which requests of one reader may arrive out of order."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    next: int
+    """Chunk after the last one that was read."""
+    ahead: int
+    """End of what was fetched ahead; ≥ next."""
+    window: int
+    """Chunks to keep in flight or ready before the reader."""
+
+
+class ReadAhead:
+    """Sequential readers of one blob of `count` chunks; at most `window` chunks ahead."""
+
+    def __init__(self, count: int, window: int) -> None:
+        self._count = count
+        self._window = window
+        self._lock = threading.Lock()
+        self._streams: list[_Stream] = []
+        self.triggers: dict[int, _Stream] = {}
+        """A hit on such a chunk means that a stream comes near the end of what is ahead."""
+
+    def missed(self, first: int, last: int) -> range:
+        """Chunks first..last (inclusive) were read and not all there: what to fetch ahead."""
+        with self._lock:
+            for stream in self._streams:
+                if stream.next - _SLACK <= first <= stream.ahead + _SLACK:
+                    return self._advance(stream, first, last)
+            stream = _Stream(last + 1, last + 1, last + 1 - first)
+            self._streams.append(stream)
+            if len(self._streams) > _STREAMS:
+                gone = self._streams.pop(0)
+                self.triggers = {c: s for c, s in self.triggers.items() if s is not gone}
+            return range(0)
+
+    def hit(self, first: int, last: int) -> range:
+        """Chunks first..last were read and there; call it when one of them is a trigger."""
+        with self._lock:
+            for chunk in range(first, last + 1):
+                stream = self.triggers.pop(chunk, None)
+                if stream is not None:
+                    return self._advance(stream, first, last)
+            return range(0)
+
+    def _advance(self, stream: _Stream, first: int, last: int) -> range:
+        self._streams.remove(stream)
+        self._streams.append(stream)
+        if last < stream.next:
+            return range(0)  # an earlier request that comes late
+        stream.window = min(stream.window + max(stream.window, last + 1 - first), self._window)
+        stream.next = last + 1
+        start = max(stream.ahead, stream.next)
+        stop = min(stream.next + stream.window, self._count)
+        if start >= stop:
+            return range(0)
+        stream.ahead = stop
+        # Ask for the next quarter once that much of the window has been read.
+        self.triggers[max(stream.next, stop - stream.window * 3 // 4)] = stream
+        return range(start, stop)
