@@ -1,0 +1,229 @@
+"""From a source to a layer in a store; nothing is visible before all of it is there.
+
+Order, and what must hold: lease, objects, layout, head, then the name. What a publisher that
+dies leaves behind is referred to by nothing, and its lease lapses. To publish the same
+again gives the same digest and succeeds, finds what is there, and heals what is damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dsecfs.errors import BadInput, FormatError, NotFound
+from dsecfs.layers.blobwriter import BlobResult, BlobWriter, Codec
+from dsecfs.layers.catalog import Catalog
+from dsecfs.layers.digest import DEFAULT_CHUNK_SIZE, Digest
+from dsecfs.layers.environment import check_variable
+from dsecfs.layers.erofs.writer import Device, write_erofs
+from dsecfs.layers.head import MAX_EROFS, LayerHead, decode_head, encode_head, make_head
+from dsecfs.layers.layout import encode_layout
+from dsecfs.layers.leases import Lease, latest_layout
+from dsecfs.layers.manifest import BlobRef, LayerManifest, ProcessEnv
+from dsecfs.layers.names import LAYER_KINDS, Name
+from dsecfs.layers.progress import SILENT, Hook, Progress, no_hook
+from dsecfs.layers.sources.base import DataSink, SourceTree, at_prefix
+from dsecfs.layers.tree import Inode
+from dsecfs.store.base import Store, head_key, layout_key, layout_prefix, object_key
+
+STEPS = ("leased", "objects", "layout", "head", "ref")
+"""What a hook is told while `publish_source` runs, in this order."""
+
+Source = Callable[[DataSink], SourceTree]
+"""Reads a source once, sends its data to the sink and returns its tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What the publisher says about a layer."""
+
+    kind: str
+    platform: str
+    process_env: ProcessEnv = field(default_factory=ProcessEnv)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BlobOptions:
+    """How a blob is made. Only `chunk_size` enters its identity."""
+
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+    codec: Codec = "lz4"
+    workers: int = 2
+    uploads: int = 2
+
+
+DEFAULT_OPTIONS = BlobOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A layer that is in the store."""
+
+    digest: Digest
+    head: LayerHead
+    uploaded: int
+    """Bytes put into the store for it; what the store had already is not counted."""
+    notes: tuple[str, ...] = ()
+    """What its source left out or changed, one line each, for the user."""
+
+
+def publish_source(
+    store: Store,
+    source: Source,
+    name: Name | None,
+    meta: Meta,
+    *,
+    at: str = "",
+    options: BlobOptions = DEFAULT_OPTIONS,
+    progress: Progress = SILENT,
+    hook: Hook = no_hook,
+) -> Published:
+    """Publish what `source` reads as a layer, under `name` if given (kind and version set).
+
+    `at` places the tree below a directory (/opt/dsh). Raises what the source raises, BadInput
+    for what no layer can be, Conflict if the name has other content, and store errors.
+    """
+    if name is not None and (name.kind != meta.kind or not name.version):
+        raise BadInput(f"cannot publish a {meta.kind} as {name}", hint="expected KIND/NAME:VERSION")
+    _check_meta(meta)
+    task = str(name or meta.kind)
+    with Lease(store, "publish") as lease:
+        hook("leased")
+        tree, blob = read_source(lease, source, options, task, progress)
+        hook("objects")
+        if tree.links:
+            raise BadInput(f"{task}: it has hard links to files of layers below it")
+        if at:
+            tree = at_prefix(tree, at.encode())
+        blobs = [blob] if blob else []
+        published = publish_tree(store, lease, tree.root, blobs, meta, notes=tree.notes, hook=hook)
+        if name is not None:
+            Catalog(store).put_ref(name, published.digest, lease=lease)
+            hook("ref")
+    return published
+
+
+def read_source(
+    lease: Lease, source: Source, options: BlobOptions, task: str, progress: Progress
+) -> tuple[SourceTree, BlobResult | None]:
+    """Run a source and store its data as a blob: its objects, not yet its layout."""
+    progress.start(task, None)
+    with BlobWriter(
+        lease,
+        chunk_size=options.chunk_size,
+        codec=options.codec,
+        workers=options.workers,
+        uploads=options.uploads,
+        advance=lambda amount: progress.advance(task, amount),
+    ) as writer:
+        tree = source(writer)
+        blob = writer.finish()
+    progress.finish(task)
+    return tree, blob
+
+
+def publish_tree(
+    store: Store,
+    lease: Lease,
+    root: Inode,
+    blobs: Sequence[BlobResult],
+    meta: Meta,
+    *,
+    notes: tuple[str, ...] = (),
+    hook: Hook = no_hook,
+) -> Published:
+    """Store the layouts and the head of a layer whose extents index `blobs`. Names nothing.
+
+    Blobs without a layout are known ones; the caller's lease covers a layer that has them.
+    """
+    _check_meta(meta)
+    inodes, size = _count(root)
+    refs = tuple(b.ref for b in blobs)
+    manifest = LayerManifest(
+        meta.kind, meta.platform, refs, meta.process_env, meta.labels, inodes, size
+    )
+    devices = [Device(ref.digest.encode(), ref.size) for ref in refs]
+    # The kernel tells file systems apart by UUID: the same tree under another manifest is
+    # another layer and needs another one.
+    erofs = write_erofs(root, devices, uuid_salt=manifest.to_json())
+    head = make_head(manifest, erofs, [b.chunk_digests for b in blobs])
+    lease.add([head.digest])
+    uploaded = sum(_store_layout(store, lease, b) for b in blobs)
+    hook("layout")
+    uploaded += _store_head(store, lease, head)
+    hook("head")
+    return Published(head.digest, head, uploaded, notes)
+
+
+def _store_layout(store: Store, lease: Lease, blob: BlobResult) -> int:
+    """Put the layout of a new blob unless there is a good one; the bytes that were needed."""
+    if blob.layout is None:
+        return 0
+    last = 0
+    for info in store.list(layout_prefix(blob.ref.digest)):
+        last = max(last, int(info.key.rpartition("/")[2]))
+    if last and _layout_is_good(store, lease, blob.ref):
+        return 0
+    data = encode_layout(blob.layout)
+    while not lease.put_if_absent(layout_key(blob.ref.digest, last + 1), data):
+        if _layout_is_good(store, lease, blob.ref):
+            return 0
+        last += 1
+    return blob.stored + len(data)
+
+
+def _layout_is_good(store: Store, lease: Lease, ref: BlobRef) -> bool:
+    """Whether the layout in force can be read and its objects are there to stay."""
+    try:
+        key, layout = latest_layout(store, ref)
+        for needed in (key, *map(object_key, layout.objects)):
+            lease.rely_on(needed)
+            store.stat(needed)
+    except (NotFound, FormatError):
+        return False
+    return True
+
+
+def _store_head(store: Store, lease: Lease, head: LayerHead) -> int:
+    key = head_key(head.digest)
+    data = encode_head(head)
+    if lease.put_if_absent(key, data):
+        return len(data)
+    try:
+        decode_head(store.get(key, max_size=MAX_EROFS), head.digest)
+        return 0
+    except (FormatError, NotFound):
+        # Damaged in the store: whoever reads it fails, so nothing is lost by the gap.
+        store.delete(key)
+        lease.put_if_absent(key, data)
+        return len(data)
+
+
+def _check_meta(meta: Meta) -> None:
+    if meta.kind not in LAYER_KINDS or meta.kind == "disk":
+        raise BadInput(f"no file tree is of kind {meta.kind!r}")
+    parts = meta.platform.split("/")
+    if not 2 <= len(parts) <= 3 or not all(p and p.isascii() and p.isalnum() for p in parts):
+        raise BadInput(f"not a platform: {meta.platform[:40]!r}", hint="expected e.g. linux/amd64")
+    for variable, value in meta.process_env.set.items():
+        check_variable(variable, value, "process environment")
+    for variable, entries in meta.process_env.prepend.items():
+        for entry in entries:
+            check_variable(variable, entry, "process environment")
+
+
+def _count(root: Inode) -> tuple[int, int]:
+    """Inodes, and bytes of regular files, each inode counted once."""
+    seen = {root}
+    todo = [root]
+    size = 0
+    while todo:
+        inode = todo.pop()
+        if inode.children is not None:
+            new = {c for c in inode.children.values() if c not in seen}
+            seen |= new
+            todo.extend(new)
+        elif inode.is_reg:
+            size += inode.size
+    return len(seen), size
