@@ -1,0 +1,296 @@
+"""Starting and stopping the processes of a FUSE mount.
+
+`start_daemon` runs `python -m dsecfs.fuse.daemon` detached and waits until a worker serves.
+What must hold:
+- one daemon per state directory: a lock on fs.lock is shared by all its processes and so
+  is held exactly as long as one of them lives. Who gets the lock may clean up whatever a
+  dead predecessor left;
+- every wait is bounded; a daemon that cannot start says why to whoever started it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import logging
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from dsecfs.errors import (
+    BadInput,
+    Busy,
+    Conflict,
+    DeadlineExceeded,
+    DsecfsError,
+    MountError,
+    NotFound,
+)
+from dsecfs.fuse.config import FsConfig
+from dsecfs.fuse.control import FsClient, listen
+from dsecfs.fuse.mountpoint import fuse_device, recover_stale, tune
+
+log = logging.getLogger("dsecfs.fuse.daemon")
+
+START_S = 40.0
+STOP_S = 30.0
+OOM_SCORE = -900
+"""The node's file system should be among the last to go (proc(5), oom_score_adj)."""
+
+
+# -- for callers -----------------------------------------------------------------------
+
+
+def start_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
+    """Mount and serve in the background; returns when reads are answered.
+
+    Busy if a daemon with this state directory runs already, MountError if it cannot mount,
+    DeadlineExceeded after `timeout_s`.
+    """
+    Path(config.state).mkdir(mode=0o700, parents=True, exist_ok=True)
+    read_end, write_end = os.pipe()
+    try:
+        with config.log.open("ab") as output:
+            os.chmod(config.log, 0o600)
+            subprocess.run(
+                [sys.executable, "-m", "dsecfs.fuse.daemon", "--detach", str(write_end)],
+                input=config.to_json().encode(),
+                stdout=output,
+                stderr=output,
+                pass_fds=[write_end],
+                start_new_session=True,
+                env=_environment(),
+                timeout=timeout_s,
+                check=False,
+            )
+        os.close(write_end)
+        write_end = -1
+        said = _read_until_end(read_end, timeout_s)
+    except subprocess.TimeoutExpired:
+        said = None
+    finally:
+        os.close(read_end)
+        if write_end >= 0:
+            os.close(write_end)
+    hint = f"see {config.log}"
+    if said is None:
+        raise DeadlineExceeded(f"FUSE daemon: not ready in {timeout_s:g} s", hint=hint)
+    if said == "ready\n":
+        return FsClient(config.control)
+    if said.startswith("busy"):
+        raise Busy(f"FUSE daemon: another one runs for {config.state}", hint="stop it first")
+    why = said.removeprefix("failed ").strip() or "it ended without a word"
+    raise MountError(f"FUSE daemon: {why}", hint=hint)
+
+
+def ensure_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
+    """A daemon that serves `config.mountpoint` from `config.store`: the running one or a new
+    one. Conflict if one runs with another store or mount point."""
+    deadline = time.monotonic() + timeout_s
+    client = FsClient(config.control)
+    while True:
+        try:
+            status = client.call("status", timeout_s=max(0.1, deadline - time.monotonic()))
+        except NotFound:
+            try:
+                return start_daemon(config, timeout_s=max(0.1, deadline - time.monotonic()))
+            except Busy:
+                # Somebody else starts it, or its predecessor is on its way out.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+                continue
+        for key in ("store", "mountpoint", "tree"):
+            if status[key] != getattr(config, key):
+                raise Conflict(
+                    f"FUSE daemon: one runs for {key} {status[key]!r}, not "
+                    f"{getattr(config, key)!r}",
+                    hint="stop it, or use another run directory",
+                )
+        if status["draining"]:
+            raise Busy(
+                "FUSE daemon: the old one is detached and still in use",
+                hint="end the sandboxes that use it",
+            )
+        return client
+
+
+def stop_daemon(config: FsConfig, *, mode: str = "refuse", timeout_s: float = STOP_S) -> bool:
+    """End the daemon. False if none ran.
+
+    mode "refuse": Busy if its files are in use. "drain": detach now, end with the last user;
+    returns at once if there are users. "force": whoever uses it gets errors.
+    """
+    client = FsClient(config.control)
+    try:
+        done = client.call("stop", mode=mode, timeout_s=timeout_s)
+    except NotFound:
+        return False
+    except DeadlineExceeded:
+        if mode != "force":
+            raise
+        done = {"stopped": True}
+    if done["stopped"]:
+        _wait_unlocked(config.lock, timeout_s)
+    return True
+
+
+def _wait_unlocked(path: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        fd = _lock(path)
+        if fd is not None:
+            os.close(fd)
+            return
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"FUSE daemon: its processes did not end in {timeout_s:g} s")
+        time.sleep(0.01)
+
+
+def _lock(path: Path) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _read_until_end(fd: int, timeout_s: float) -> str | None:
+    deadline = time.monotonic() + timeout_s
+    said = b""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while poll.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+        part = os.read(fd, 4096)
+        if not part:
+            return said.decode(errors="replace")
+        said += part
+    return None
+
+
+def _environment() -> dict[str, str]:
+    """The caller's, with our own package importable wherever the daemon's cwd is."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
+    absolute = [str(Path(p).absolute()) for p in paths]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(absolute))}
+
+
+# -- the daemon itself -----------------------------------------------------------------
+
+
+def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool = False) -> int:
+    """Mount, and supervise in this process until the end. Called again in every process
+    that is forked; the caller must end the process with the exit code that is returned."""
+    # Heavy imports happen here, before the forks, so that their memory is shared.
+    from dsecfs.fuse.logfile import log_to
+    from dsecfs.fuse.supervisor import Supervisor, mount
+
+    lock_fd = _lock(config.lock)
+    if lock_fd is None:
+        announce("busy")
+        return 5
+    log_to(config.log, config.log_bytes, capture=not foreground, echo=foreground)
+    mountpoint = Path(config.mountpoint)
+    try:
+        if recover_stale(mountpoint):
+            log.warning("%s was still mounted without anybody to serve it", mountpoint)
+        mountpoint.mkdir(mode=0o755, parents=True, exist_ok=True)
+        control_fd = listen(config.control).detach()
+        session = mount(config)
+    except DsecfsError as e:
+        log.error("%s", e)
+        announce(f"failed {e}")
+        return e.exit_code
+    except OSError as e:
+        log.error("%s: %s", mountpoint, e)
+        announce(f"failed {mountpoint}: {e.strerror}")
+        return 1
+    failed = tune(mountpoint, Path(config.state))
+    if failed and os.geteuid() == 0:
+        log.warning("%s: cannot set %s", mountpoint, ", ".join(failed))
+    _protect()
+    gc.collect()
+    gc.freeze()
+
+    def announced(failure: str) -> None:
+        announce(f"failed {failure}" if failure else "ready")
+
+    log.info("%s is mounted, device %s", mountpoint, fuse_device(mountpoint))
+    supervisor = Supervisor(config, session, control_fd, lock_fd, announced)
+    return supervisor.run(asdict(config))
+
+
+def _protect() -> None:
+    """More files, and a low place on the list of the out-of-memory killer."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if os.geteuid() != 0:
+        return
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    except OSError as e:
+        log.info("cannot lower oom_score_adj: %s", e.strerror)
+
+
+def main() -> None:
+    """`python -m dsecfs.fuse.daemon [--detach FD] < config.json`."""
+    from dsecfs.fuse.supervisor import exit_now
+
+    arguments = sys.argv[1:]
+    ready_fd = -1
+    if arguments[:1] == ["--detach"] and len(arguments) == 2 and arguments[1].isdigit():
+        ready_fd = int(arguments[1])
+        os.set_inheritable(ready_fd, False)
+    elif arguments not in ([], ["--foreground"]):
+        print("usage: python -m dsecfs.fuse.daemon [--foreground] < config.json", file=sys.stderr)
+        sys.exit(2)
+    try:
+        config = FsConfig.from_json(sys.stdin.read())
+    except BadInput as e:
+        print(e, file=sys.stderr)
+        sys.exit(e.exit_code)
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.close(null)
+    # Whoever started us reaps this process at once; init gets the real one.
+    if ready_fd >= 0 and os.fork():
+        exit_now(0)
+    os.chdir("/")
+    os.umask(0o077)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+    def announce(word: str) -> None:
+        nonlocal ready_fd
+        if ready_fd >= 0:
+            try:
+                os.write(ready_fd, word.replace("\n", " ").encode() + b"\n")
+            except BrokenPipeError:
+                pass
+            os.close(ready_fd)
+            ready_fd = -1
+        elif word != "ready":
+            print(word, file=sys.stderr)
+
+    code = 1
+    try:
+        code = run(config, announce, foreground=bool(arguments) and ready_fd < 0)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
+    except BaseException:
+        # Any process of the family; there is nobody above to tell.
+        log.exception("process %d ends", os.getpid())
+    exit_now(code)
+
+
+if __name__ == "__main__":
+    main()

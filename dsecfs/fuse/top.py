@@ -1,0 +1,269 @@
+"""The top of a mount: `blobs/`, `trees/`, `traced/`, and what a slot stands for.
+
+A slot's key says in full what it is, so that a worker that never saw the name resolved
+can serve it:
+
+    b  blob digest                      one blob
+    t  name, layers bottom to top       a composed tree (its layers, not just its name:
+                                        a name may be given anew)
+    r  name                             the directory of one trace
+    d  name, blob digest                one blob under a trace
+
+`disks/` is reserved for block layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from dsecfs.errors import BadInput, DsecfsError, NotFound
+from dsecfs.fuse.blobs import BlobSource, BlobSpace, Recording, TracedBlobSpace
+from dsecfs.fuse.slots import NODE_BITS, NODE_MASK, Slots
+from dsecfs.fuse.spaces import (
+    FOREVER,
+    SOON,
+    Attributes,
+    Bounded,
+    Data,
+    DirEntry,
+    Space,
+    numbered,
+)
+from dsecfs.fuse.trees import TREE_ID, MergedTree, TreeSpace, read_tree
+from dsecfs.layers.digest import DIGEST_LEN, Digest, parse_digest
+from dsecfs.layers.erofs.reader import ErofsImage
+from dsecfs.nodedirs import NodeDirs
+
+log = logging.getLogger("dsecfs.fuse.top")
+
+ROOT, BLOBS, TREES, TRACED = 1, 2, 3, 4
+_NAMES = {b"blobs": BLOBS, b"trees": TREES, b"traced": TRACED}
+
+_KEPT_SPACES = 2048
+_KEPT_IMAGES = 512
+
+
+def _digest(name: bytes) -> Digest:
+    """A file name that is exactly 64 hex digits, else NotFound."""
+    if len(name) != 2 * DIGEST_LEN:
+        raise NotFound("no such name")
+    try:
+        return parse_digest(name.decode("ascii", "replace"))
+    except BadInput:
+        raise NotFound("no such name") from None
+
+
+def _ident(name: bytes) -> str:
+    """A name of a tree or a trace, else NotFound."""
+    text = name.decode("ascii", "replace")
+    if not TREE_ID.match(text):
+        raise NotFound("no such name")
+    return text
+
+
+def _pack(kind: bytes, name: str, *digests: Digest) -> bytes:
+    raw = name.encode()
+    return kind + bytes([len(raw)]) + raw + b"".join(bytes.fromhex(d) for d in digests)
+
+
+def _unpack(key: bytes) -> tuple[str, list[Digest]]:
+    end = 2 + key[1]
+    body = key[end:]
+    step = DIGEST_LEN
+    return key[2:end].decode(), [
+        Digest(body[i : i + step].hex()) for i in range(0, len(body), step)
+    ]
+
+
+class Spaces:
+    """All spaces of a mount, opened when they are first needed and bounded in number."""
+
+    def __init__(self, dirs: NodeDirs, slots: Slots, source: BlobSource) -> None:
+        self._dirs = dirs
+        self._slots = slots
+        self._source = source
+        self._open: Bounded[int, Space] = Bounded(_KEPT_SPACES)
+        self._images: Bounded[Digest, ErofsImage] = Bounded(_KEPT_IMAGES)
+        self._traces: WeakValueDictionary[str, Recording] = WeakValueDictionary()
+        self._top = _Top(self)
+
+    def get(self, slot: int) -> Space:
+        """The space of a slot. NotFound if the slot does not exist or its content is gone."""
+        if slot == 0:
+            return self._top
+        space = self._open.use(slot)
+        if space is None:
+            space = self._open.keep(slot, self._make(slot, self._slots.key(slot)))
+        return space
+
+    def _make(self, slot: int, key: bytes) -> Space:
+        kind = key[:1]
+        if kind == b"b":
+            return BlobSpace(self._source, Digest(key[1:].hex()))
+        name, digests = _unpack(key)
+        if kind == b"t":
+            images = [self._image(layer) for layer in reversed(digests)]
+            return TreeSpace(MergedTree(images), slot << NODE_BITS, self._source.open)
+        if kind == b"r":
+            return _TraceDirectory(self, name)
+        trace = self.trace(name)
+        return TracedBlobSpace(self._source, digests[0], trace, trace.number(digests[0]))
+
+    def _image(self, layer: Digest) -> ErofsImage:
+        image = self._images.use(layer)
+        if image is None:
+            image = self._images.keep(layer, ErofsImage.open(self._dirs.meta(layer)))
+        return image
+
+    def trace(self, name: str) -> Recording:
+        trace = self._traces.get(name)
+        if trace is None:
+            trace = self._traces[name] = Recording(self._dirs.run / "traces", name)
+        return trace
+
+    def trace_exists(self, name: str) -> bool:
+        return (self._dirs.run / "traces" / f"{name}.json").exists()
+
+    @property
+    def open_spaces(self) -> int:
+        """Blobs and trees that were used lately."""
+        return len(self._open)
+
+    # -- inode numbers of things by name
+
+    def blob_ino(self, name: bytes) -> int:
+        digest = _digest(name)
+        if not self._source.exists(digest):
+            raise NotFound(f"no blob {digest[:12]} on this node")
+        return self._slots.number(b"b" + bytes.fromhex(digest)) << NODE_BITS
+
+    def tree_ino(self, name: bytes) -> int:
+        ident = _ident(name)
+        layers = read_tree(self._dirs.run / "trees", ident)
+        slot = self._slots.number(_pack(b"t", ident, *layers))
+        space = self.get(slot)
+        assert isinstance(space, TreeSpace)
+        return space.root
+
+    def trace_ino(self, name: bytes) -> int:
+        ident = _ident(name)
+        if not self.trace_exists(ident):
+            raise NotFound(f"no trace {ident}")
+        return self._slots.number(_pack(b"r", ident)) << NODE_BITS
+
+    def traced_ino(self, trace: str, name: bytes) -> int:
+        digest = _digest(name)
+        self.trace(trace).number(digest)
+        if not self._source.exists(digest):
+            raise NotFound(f"no blob {digest[:12]} on this node")
+        return self._slots.number(_pack(b"d", trace, digest)) << NODE_BITS
+
+    def names(self, directory: Path, suffix: str) -> list[bytes]:
+        """What a local directory has, sorted; nothing if it does not exist."""
+        try:
+            found = os.listdir(os.fsencode(directory))
+        except FileNotFoundError:
+            return []
+        tail = suffix.encode()
+        return sorted(n[: len(n) - len(tail)] for n in found if n.endswith(tail))
+
+    def top_names(self, node: int) -> list[bytes]:
+        if node == BLOBS:
+            return self.names(self._dirs.blobs, "")
+        return self.names(self._dirs.run / ("trees" if node == TREES else "traces"), ".json")
+
+
+class _Directory:
+    """What is the same for directories that are not a layer's."""
+
+    def names_hold(self, node: int) -> float:
+        return SOON
+
+    def readlink(self, node: int) -> bytes:
+        raise BadInput("not a symlink")
+
+    def xattrs(self, node: int) -> Mapping[bytes, bytes]:
+        return {}
+
+    def read_nowait(self, node: int, offset: int, size: int) -> Data | None:
+        raise BadInput("not a file")
+
+    async def aread(self, node: int, offset: int, size: int) -> Data:
+        raise BadInput("not a file")
+
+
+class _Top(_Directory):
+    """Slot 0: the root and the directories in it."""
+
+    def __init__(self, spaces: Spaces) -> None:
+        self._spaces = spaces
+
+    def names_hold(self, node: int) -> float:
+        return FOREVER if node == ROOT else SOON
+
+    def attributes(self, node: int) -> Attributes:
+        if not ROOT <= node <= TRACED:
+            raise NotFound("no such node")
+        # Blobs are for root and those it passes an open file to, whatever is mounted where.
+        mode = 0o700 if node in (BLOBS, TRACED) else 0o755
+        return Attributes(stat.S_IFDIR | mode, nlink=2, uid=os.geteuid(), gid=os.getegid())
+
+    def lookup(self, node: int, name: bytes) -> int:
+        if node == BLOBS:
+            return self._spaces.blob_ino(name)
+        if node == TREES:
+            return self._spaces.tree_ino(name)
+        if node == TRACED:
+            return self._spaces.trace_ino(name)
+        try:
+            return _NAMES[name]
+        except KeyError:
+            raise NotFound("no such name") from None
+
+    def listing(self, node: int, start: int) -> Iterator[DirEntry]:
+        if node == ROOT:
+            yield from numbered(_NAMES.items(), start)
+            return
+        # Names that come or go between two calls may shift the rest by one, as in any
+        # directory that changes while it is read.
+        for place, name in enumerate(self._spaces.top_names(node), 1):
+            if place > start:
+                try:
+                    ino = self.lookup(node, name)
+                    self._spaces.get(split_ino(ino)[0])
+                except DsecfsError as e:
+                    log.warning("%s is not listed: %s", os.fsdecode(name), e)
+                    continue
+                yield DirEntry(place, name, ino)
+
+
+class _TraceDirectory(_Directory):
+    """traced/<name>: node 0."""
+
+    def __init__(self, spaces: Spaces, name: str) -> None:
+        self._spaces = spaces
+        self._name = name
+
+    def attributes(self, node: int) -> Attributes:
+        return Attributes(stat.S_IFDIR | 0o700, nlink=2, uid=os.geteuid(), gid=os.getegid())
+
+    def lookup(self, node: int, name: bytes) -> int:
+        return self._spaces.traced_ino(self._name, name)
+
+    def listing(self, node: int, start: int) -> Iterator[DirEntry]:
+        for place, blob in enumerate(self._spaces.trace(self._name).blobs, 1):
+            if place > start:
+                try:
+                    yield DirEntry(place, blob.encode(), self.lookup(node, blob.encode()))
+                except NotFound:
+                    continue
+
+
+def split_ino(ino: int) -> tuple[int, int]:
+    """(slot, node) of an inode number."""
+    return ino >> NODE_BITS, ino & NODE_MASK
