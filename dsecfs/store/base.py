@@ -51,7 +51,9 @@ class Store(Protocol):
     def put_content(self, key: str, data: bytes | memoryview | BinaryIO) -> None:
         """Store content-addressed bytes: racing writers write the same. Idempotent.
 
-        Streams from a file object without holding it in memory. May use multipart uploads.
+        A file object is read from its position to its end without holding it in memory;
+        it must be seekable, so that a failed attempt can begin again. May use multipart
+        uploads. Afterwards `stat` gives a time that is not older than this call.
         """
 
     def get(self, key: str, *, max_size: int = 1 << 30) -> bytes:
@@ -66,13 +68,30 @@ class Store(Protocol):
         """Size and time of `key`. NotFound if absent."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Everything whose key starts with `prefix` (a key component border), sorted."""
+        """Everything below `prefix` (whole key components, "" for all), sorted by key.
+
+        `refs` and `refs/` mean the same. What comes or goes meanwhile may be missed.
+        """
 
     def delete(self, key: str) -> None:
         """Remove `key`; no error if it is absent."""
 
     def close(self) -> None:
         """Let go of connections. The store is not used afterwards."""
+
+
+class Backend(Store, Protocol):
+    """What a back end gives to store/retry.py: a Store whose calls are single attempts."""
+
+    settle_s: float
+    """For how long a name that was just created elsewhere may look absent, seconds."""
+
+    def put_if_absent(self, key: str, data: bytes, *, put_id: str = "") -> bool:
+        """As in Store. A repeated call with the `put_id` of one whose outcome was unclear
+        gives the answer that one would have given: True if it was the one that created."""
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """As in Store, leaving out keys up to and including `after`."""
 
 
 def head_key(layer: Digest) -> str:
