@@ -14,6 +14,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from dsecfs.errors import BadInput, FormatError
@@ -56,6 +57,20 @@ def merge(layers: Sequence[LayerTree[B]], *, keep_whiteouts: bool = False) -> La
     return merger.result()
 
 
+@dataclass(slots=True)
+class _Source:
+    """A layer while it is put on top of the others."""
+
+    what: str
+    implied: frozenset[Inode]
+    numbers: list[int]
+    """Its blob numbers -> those of the result."""
+    copies: dict[Inode, Inode]
+    """Its files -> those of the result: what keeps hard links together."""
+    late: list[tuple[bytes, Inode]]
+    """Directories to be merged behind a symbolic link of a lower layer."""
+
+
 class _Merger(Generic[B]):
     def __init__(self, keep: bool) -> None:
         self._keep = keep
@@ -66,38 +81,30 @@ class _Merger(Generic[B]):
 
     def add(self, layer: LayerTree[B], what: str) -> None:
         """Put one more layer on top."""
-        numbers = [self._blobs.setdefault(b, len(self._blobs)) for b in layer.blobs]
         # Links mean files as they were below this layer: find them before anything changes.
-        copies = {node: self._link(layer, node, path, what) for node, path in layer.links.items()}
-        late: list[tuple[bytes, Inode]] = []
-        self._merge(b"", self._root, layer.root, layer, numbers, copies, late, what)
-        # Last what the layer put behind symbolic links of lower layers.
-        for path, source in late:
-            into = follow(
-                self._root, path.split(b"/"), lambda p=path: f"{what}: {show(p)!r}", make=self._imply  # type: ignore[misc]
-            )
+        source = _Source(
+            what,
+            layer.implied,
+            [self._blobs.setdefault(b, len(self._blobs)) for b in layer.blobs],
+            {node: self._link(layer, node, path, what) for node, path in layer.links.items()},
+            [],
+        )
+        self._merge(b"", self._root, layer.root, source)
+        # Merging one directory may find more of them.
+        while source.late:
+            path, of = source.late.pop(0)
+            label = partial(_label, what, path)
+            into = follow(self._root, path.split(b"/"), label, make=self._imply)
             assert into is not None
-            rest: list[tuple[bytes, Inode]] = []
-            self._merge(path, into, source, layer, numbers, copies, rest, what)
-            late.extend(rest)
+            self._merge(path, into, of, source)
 
-    def _merge(
-        self,
-        top: bytes,
-        target: Inode,
-        source: Inode,
-        layer: LayerTree[B],
-        numbers: list[int],
-        copies: dict[Inode, Inode],
-        late: list[tuple[bytes, Inode]],
-        what: str,
-    ) -> None:
-        """Merge the directory `source` of `layer` into `target`, which is found at `top`."""
-        todo = [(top, target, source)]
+    def _merge(self, top: bytes, target: Inode, upper: Inode, source: _Source) -> None:
+        """Merge a directory of a layer into `target`, which is found at `top`."""
+        todo = [(top, target, upper)]
         while todo:
             path, into, of = todo.pop()
             assert into.children is not None and of.children is not None
-            if of not in layer.implied:
+            if of not in source.implied:
                 into.mode, into.uid, into.gid = of.mode, of.uid, of.gid
                 into.mtime_ns, into.xattrs = of.mtime_ns, dict(of.xattrs)
                 self._implied.discard(into)
@@ -113,14 +120,19 @@ class _Merger(Generic[B]):
                     else:
                         into.children.pop(name, None)
                 elif not child.is_dir:
-                    copy = copies.get(child)
+                    copy = source.copies.get(child)
                     if copy is None:
-                        copy = copies[child] = self._copy(child, numbers, what)
+                        copy = source.copies[child] = self._copy(child, source)
                     into.children[name] = copy
                 elif old is not None and old.is_dir:
                     todo.append((prefix + name, old, child))
-                elif old is not None and old.is_symlink and child in layer.implied and not child.opaque:
-                    late.append((prefix + name, child))
+                elif (
+                    old is not None
+                    and old.is_symlink
+                    and child in source.implied
+                    and not child.opaque
+                ):
+                    source.late.append((prefix + name, child))
                 else:
                     todo.append((prefix + name, self._imply(into, name), child))
 
@@ -133,13 +145,16 @@ class _Merger(Generic[B]):
         self._implied.add(new)
         return new
 
-    def _copy(self, inode: Inode, numbers: list[int], what: str) -> Inode:
+    def _copy(self, inode: Inode, source: _Source) -> Inode:
         try:
             extents = tuple(
-                Extent(e.logical, numbers[e.blob], e.physical, e.length) for e in inode.extents
+                Extent(e.logical, source.numbers[e.blob], e.physical, e.length)
+                for e in inode.extents
             )
         except IndexError:
-            raise FormatError(f"{what}: a file lies in a blob that the layer does not have") from None
+            raise FormatError(
+                f"{source.what}: a file lies in a blob that the layer does not have"
+            ) from None
         return Inode(
             inode.mode,
             inode.uid,
@@ -200,6 +215,10 @@ class _Merger(Generic[B]):
         )
 
 
+def _label(what: str, path: bytes) -> str:
+    return f"{what}: {show(path)!r}"
+
+
 def provider(layers: Sequence[LayerTree[B]], path: bytes) -> int | None:
     """The index (bottom is 0) of the layer whose file stands at `path`, None if nothing does.
 
@@ -229,36 +248,58 @@ def _visible(entries: list[tuple[int, Inode]]) -> list[tuple[int, Inode]]:
     return shown
 
 
+class _Shown:
+    """A file that shows so far, and the layer that provides it."""
+
+    __slots__ = ("children", "layer")
+
+    def __init__(self, layer: int, is_dir: bool) -> None:
+        self.layer = layer
+        self.children: dict[bytes, _Shown] | None = {} if is_dir else None
+
+    def files(self, path: bytes) -> Iterator[tuple[bytes, int]]:
+        """(path, layer) of every non-directory from here down, in the order of names."""
+        todo = [(path, self)]
+        while todo:
+            path, node = todo.pop()
+            if node.children is None:
+                yield path, node.layer
+                continue
+            prefix = path + b"/" if path else b""
+            todo.extend(
+                (prefix + name, node.children[name]) for name in sorted(node.children, reverse=True)
+            )
+
+
 def hidden(layers: Sequence[LayerTree[B]]) -> Iterator[tuple[bytes, int, int]]:
     """Files that a layer hides from another: (path, index of the hiding layer, of the hidden).
 
-    One item for every non-directory of a lower layer that does not show, with the nearest
-    layer above that replaces, removes or covers it. Sorted by path within a directory.
+    One item for every non-directory of a lower layer that does not show in the whole, with
+    the lowest layer above it that replaces, removes or covers it. Ordered by hiding layer.
     """
-    todo = [(b"", [(i, layers[i].root) for i in range(len(layers) - 1, -1, -1)])]
-    while todo:
-        path, entries = todo.pop()
-        hider: int | None = None
-        shown: list[tuple[int, Inode]] = []
-        last = 0
-        for i, inode in entries:
-            if not inode.is_dir and shown and hider is None:
-                hider = last
-            if hider is not None:
-                for below, file in walk(inode):
-                    if not file.is_dir and not file.is_whiteout:
-                        yield (path + b"/" + below if below else path), hider, i
-            else:
-                shown.append((i, inode))
-                last = i
-            if not inode.is_dir or inode.opaque:
-                hider = i
-        shown = [(i, inode) for i, inode in shown if inode.is_dir]
-        if len(shown) < 2:
-            continue
-        names = sorted({n for _, d in shown for n in d.children or ()}, reverse=True)
-        prefix = path + b"/" if path else b""
-        for name in names:
-            todo.append(
-                (prefix + name, [(i, d.children[name]) for i, d in shown if d.children and name in d.children])
-            )
+    top = _Shown(0, True)
+    for number, layer in enumerate(layers):
+        todo = [(b"", top, layer.root)]
+        while todo:
+            path, shown, inode = todo.pop()
+            below = shown.children
+            assert below is not None
+            prefix = path + b"/" if path else b""
+            if inode.opaque:
+                for file, lower in shown.files(path):
+                    yield file, number, lower
+                below.clear()
+            entries = inode.children or {}
+            for name in sorted(entries, reverse=True):
+                child, old = entries[name], below.get(name)
+                if old is not None and not (child.is_dir and old.children is not None):
+                    for file, lower in old.files(prefix + name):
+                        yield file, number, lower
+                    old = None
+                if child.is_whiteout:
+                    below.pop(name, None)
+                    continue
+                if old is None:
+                    below[name] = old = _Shown(number, child.is_dir)
+                if child.is_dir:
+                    todo.append((prefix + name, old, child))

@@ -42,7 +42,9 @@ kernel = pytest.mark.skipif(bool(why_not), reason=why_not or "overlayfs")
 
 
 def file(body: bytes, **fields: int) -> Inode:
-    return Inode(stat.S_IFREG | 0o644, size=len(body), extents=(Extent(0, 0, 0, len(body)),), **fields)  # type: ignore[arg-type]
+    return Inode(
+        stat.S_IFREG | 0o644, size=len(body), extents=(Extent(0, 0, 0, len(body)),), **fields
+    )  # type: ignore[arg-type]
 
 
 def tree(**children: Inode) -> Inode:
@@ -159,9 +161,11 @@ def test_collapsed_layers_stand_for_themselves(roots: list[Inode], start: int, e
     replaced = [*roots[:start], part.root, *roots[end:]]
     whole = listing(merge(stack(roots)).root, Bodies())
     assert difference(listing(merge(stack(replaced)).root, Bodies()), whole) == []
-    with tempfile.TemporaryDirectory() as d:
-        with overlay(on_disk(replaced, Path(d)), Path(d, "m")) as m:
-            assert difference(whole, disk_listing(str(m))) == []
+    with (
+        tempfile.TemporaryDirectory() as d,
+        overlay(on_disk(replaced, Path(d)), Path(d, "m")) as m,
+    ):
+        assert difference(whole, disk_listing(str(m))) == []
 
 
 @SETTINGS

@@ -45,7 +45,9 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, data: bytes = b"", **fields
     info.size = len(data)
     for key, value in fields.items():
         setattr(info, key, value)
-    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape") + data + bytes(-len(data) % 512)
+    return (
+        info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape") + data + bytes(-len(data) % 512)
+    )
 
 
 def archive(*members: bytes) -> bytes:
@@ -139,7 +141,18 @@ def test_same_as_gnu_tar(name: str, tmp_path: Path) -> None:
         ["tar", *options, "-cf", file, "-C", source, "."], check=True, capture_output=True
     )
     subprocess.run(
-        ["tar", "-x", "-p", "--same-owner", "--xattrs", "--xattrs-include=*", "-f", file, "-C", target],
+        [
+            "tar",
+            "-x",
+            "-p",
+            "--same-owner",
+            "--xattrs",
+            "--xattrs-include=*",
+            "-f",
+            file,
+            "-C",
+            target,
+        ],
         check=True,
         capture_output=True,
     )
@@ -180,7 +193,9 @@ def test_acl_text_becomes_the_attribute(tmp_path: Path) -> None:
     try:
         rules = "u:123456:rw-,g:99999:r--,u:71234:---,m::rwx"
         subprocess.run(["setfacl", "-m", rules, source / "d"], check=True, capture_output=True)
-        subprocess.run(["setfacl", "-d", "-m", rules, source / "d"], check=True, capture_output=True)
+        subprocess.run(
+            ["setfacl", "-d", "-m", rules, source / "d"], check=True, capture_output=True
+        )
     except (OSError, subprocess.CalledProcessError) as e:
         pytest.skip(f"no setfacl, or a file system without ACLs: {e}")
     want = {n.encode(): os.getxattr(source / "d", n) for n in os.listxattr(source / "d")}
@@ -476,7 +491,11 @@ def test_limits() -> None:
 def test_overlay_attributes_are_escaped_and_foreign_ones_left_out() -> None:
     names = ["trusted.overlay.redirect", "user.overlay.opaque", "trusted.overlay.overlay.x"]
     names += ["user.ok", "system.nfs4_acl", "btrfs.compression", "user."]
-    tree, _ = load(archive(member("d", tarfile.DIRTYPE, pax_headers={f"SCHILY.xattr.{n}": "/etc" for n in names})))
+    tree, _ = load(
+        archive(
+            member("d", tarfile.DIRTYPE, pax_headers={f"SCHILY.xattr.{n}": "/etc" for n in names})
+        )
+    )
     assert sorted(get(tree.root, "d").xattrs) == [
         b"trusted.overlay.overlay.overlay.x",
         b"trusted.overlay.overlay.redirect",

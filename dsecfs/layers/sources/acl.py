@@ -51,9 +51,13 @@ def acl_from_text(text: bytes) -> bytes | None:
         perms = fields[2].replace(b"-", b"")
         if set(perms) - set(b"rwx") or (tag, number) in entries:
             return None
-        entries[tag, number] = sum(bit for c, bit in ((b"r", 4), (b"w", 2), (b"x", 1)) if c in perms)
+        entries[tag, number] = sum(
+            bit for c, bit in ((b"r", 4), (b"w", 2), (b"x", 1)) if c in perms
+        )
     tags = {tag for tag, _ in entries}
-    if not {_USER_OBJ, _GROUP_OBJ, _OTHER} <= tags or (tags & {_USER, _GROUP} and _MASK not in tags):
+    if not {_USER_OBJ, _GROUP_OBJ, _OTHER} <= tags or (
+        tags & {_USER, _GROUP} and _MASK not in tags
+    ):
         return None
     body = (_ENTRY.pack(tag, entries[tag, number], number) for tag, number in sorted(entries))
     return struct.pack("<I", _VERSION) + b"".join(body)

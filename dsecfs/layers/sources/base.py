@@ -174,7 +174,9 @@ def keep_xattrs(
             continue
         escaped = escape_xattr(name)
         if escaped != name:
-            notes.add(f"{label()}: attribute {show(name)!r} kept as data, overlayfs will not obey it")
+            notes.add(
+                f"{label()}: attribute {show(name)!r} kept as data, overlayfs will not obey it"
+            )
         if len(escaped) > NAME_MAX:
             raise BadInput(f"{label()}: an attribute's name of {len(escaped)} bytes")
         kept[escaped] = value
@@ -189,12 +191,14 @@ def split_path(name: bytes, limits: Limits, what: str) -> list[bytes]:
     entry) for a path that leaves the root or breaks a limit.
     """
     if len(name) > limits.path:
-        raise UnsafeArchive(f"{what}: the path has {len(name)} bytes, at most {limits.path} are allowed")
+        raise UnsafeArchive(
+            f"{what}: the path has {len(name)} bytes, at most {limits.path} are allowed"
+        )
     if b"\0" in name:
         raise UnsafeArchive(f"{what}: the path has a NUL byte in it")
     parts: list[bytes] = []
     for part in name.split(b"/"):
-        if part == b".." :
+        if part == b"..":
             if not parts:
                 raise UnsafeArchive(
                     f"{what}: the path leads outside the root", hint="nothing was published"
@@ -202,10 +206,14 @@ def split_path(name: bytes, limits: Limits, what: str) -> list[bytes]:
             parts.pop()
         elif part and part != b".":
             if len(part) > NAME_MAX:
-                raise UnsafeArchive(f"{what}: a name of {len(part)} bytes, at most {NAME_MAX} are allowed")
+                raise UnsafeArchive(
+                    f"{what}: a name of {len(part)} bytes, at most {NAME_MAX} are allowed"
+                )
             parts.append(part)
     if len(parts) > limits.depth:
-        raise UnsafeArchive(f"{what}: the path is {len(parts)} deep, at most {limits.depth} is allowed")
+        raise UnsafeArchive(
+            f"{what}: the path is {len(parts)} deep, at most {limits.depth} is allowed"
+        )
     return parts
 
 

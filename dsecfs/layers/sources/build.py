@@ -159,7 +159,9 @@ class TreeBuilder:
         """A directory that no entry has named so far."""
         assert parent.children is not None
         if len(name) > NAME_MAX:  # from a symbolic link; entries' names are checked
-            raise BadInput(f"{self._label()}: a link on the way to it has a name of {len(name)} bytes")
+            raise BadInput(
+                f"{self._label()}: a link on the way to it has a name of {len(name)} bytes"
+            )
         new = directory()
         self._charge(name, new)
         new.opaque = name in parent.children  # as a whiteout, or we would not be here

@@ -17,7 +17,7 @@ from typing import Protocol
 import zstandard
 
 from dsecfs.errors import BadInput, DeadlineExceeded, UnsafeArchive
-from dsecfs.layers.sources.base import PIECE, ByteStream, Limits
+from dsecfs.layers.sources.base import ByteStream, Limits
 
 _INPUT = 256 * 1024
 """Compressed bytes taken at a time: small enough that what a codec leaves is cheap to copy."""
@@ -85,7 +85,12 @@ _MAGICS = (
     (b"\x28\xb5\x2f\xfd", "zstd"),
     (b"\x04\x22\x4d\x18", "lz4"),
 )
-_CODECS: dict[str, Callable[[], _Codec]] = {"gzip": _Gzip, "bzip2": bz2.BZ2Decompressor, "xz": _xz, "lz4": _lz4}
+_CODECS: dict[str, Callable[[], _Codec]] = {
+    "gzip": _Gzip,
+    "bzip2": bz2.BZ2Decompressor,
+    "xz": _xz,
+    "lz4": _lz4,
+}
 
 
 def detect(start: bytes) -> str:
@@ -283,7 +288,6 @@ def decompressed(raw: ByteStream, limits: Limits, what: str) -> ByteStream:
     return _Members(counted, name, limits, what)
 
 
-def drain(stream: ByteStream) -> None:
-    """Read to the end: what checks stand there (CRC, digest) are made."""
-    while stream.read(PIECE):
-        pass
+def is_compressed(stream: ByteStream) -> bool:
+    """Whether a stream that `decompressed` gave does any work."""
+    return not isinstance(stream, _Counted)

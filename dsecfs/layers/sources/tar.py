@@ -33,7 +33,8 @@ from dsecfs.layers.sources.base import (
     show,
 )
 from dsecfs.layers.sources.build import TreeBuilder
-from dsecfs.layers.sources.decompress import decompressed
+from dsecfs.layers.sources.decompress import decompressed, is_compressed
+from dsecfs.layers.sources.streams import Counting, Progress, ReadAhead
 from dsecfs.layers.sources.tarformat import BLK, CHR, DIR, FIFO, LINK, REG, SYM, TarEntry, TarReader
 from dsecfs.layers.tree import Extent, Inode
 
@@ -56,15 +57,29 @@ MAX_MAJOR, MAX_MINOR = 0xFFF, 0xFFFFF
 
 
 def read_tar_file(
-    path: str, sink: DataSink, *, whiteouts: bool = False, limits: Limits = DEFAULT_LIMITS
+    path: str,
+    sink: DataSink,
+    *,
+    whiteouts: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+    progress: Progress | None = None,
 ) -> SourceTree:
     """The tree of the archive at `path` ("-" is standard input), whatever its compression.
 
-    Raises OSError for the path itself, otherwise as `read_tar`.
+    `progress` counts compressed bytes. Raises OSError for the path itself, otherwise as
+    `read_tar`.
     """
     what = "standard input" if path == "-" else f"archive {path}"
     with open(0 if path == "-" else path, "rb", buffering=0, closefd=path != "-") as file:
-        return read_tar(decompressed(file, limits, what), sink, what, whiteouts=whiteouts, limits=limits)
+        raw = file if progress is None else Counting(file, progress)
+        stream = decompressed(raw, limits, what)
+        if not is_compressed(stream):
+            return read_tar(stream, sink, what, whiteouts=whiteouts, limits=limits)
+        ahead = ReadAhead(stream)
+        try:
+            return read_tar(ahead, sink, what, whiteouts=whiteouts, limits=limits)
+        finally:
+            ahead.close()
 
 
 def read_tar(
@@ -149,13 +164,13 @@ class _Loader:
             target = Inode(stat.S_IFREG)
             self._links[target] = entry.linkname
         elif target.is_dir:
-            raise BadInput(f"{self._reader.label()}: hard link to the directory {show(entry.linkname)!r}")
+            raise BadInput(
+                f"{self._reader.label()}: hard link to the directory {show(entry.linkname)!r}"
+            )
         self._builder.place(entry.name, target)
 
     def _inode(self, entry: TarEntry) -> Inode:
-        inode = Inode(
-            _TYPES[entry.type] | entry.mode, entry.uid, entry.gid, entry.mtime_ns
-        )
+        inode = Inode(_TYPES[entry.type] | entry.mode, entry.uid, entry.gid, entry.mtime_ns)
         if entry.type == REG:
             if entry.size:
                 inode.size = entry.size
@@ -194,7 +209,9 @@ class _Loader:
         reader = self._reader
         self._bytes += reader.left
         if self._bytes > self._limits.bytes:
-            raise UnsafeArchive(f"{reader.label()}: more than {self._limits.bytes} bytes of data in all")
+            raise UnsafeArchive(
+                f"{reader.label()}: more than {self._limits.bytes} bytes of data in all"
+            )
         if entry.segments is None:
             extents = self._sink.add(reader, entry.size)
         else:

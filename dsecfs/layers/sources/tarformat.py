@@ -14,7 +14,7 @@ import base64
 import binascii
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 from urllib.parse import unquote_to_bytes
@@ -69,12 +69,22 @@ class TarReader:
     when the archive ends inside it. What is left of the data is skipped.
     """
 
-    def __init__(self, raw: ByteStream, limits: Limits, what: str) -> None:
+    def __init__(
+        self,
+        raw: ByteStream,
+        limits: Limits,
+        what: str,
+        *,
+        jump: Callable[[int], int] | None = None,
+    ) -> None:
+        """`jump(n)`, if `raw` can do it, goes forward up to `n` bytes and says how far."""
         self._raw = raw
+        self._jump = jump
         self._limits = limits
         self._what = what
         self._buffer = b""
         self._pos = 0
+        self._taken = 0  # bytes taken from `raw`
         self._left = 0
         self._padding = 0
         self._entry: TarEntry | None = None
@@ -100,6 +110,11 @@ class TarReader:
         """Bytes of the current entry that were not read yet."""
         return self._left
 
+    @property
+    def offset(self) -> int:
+        """Where in the archive the next byte of the current entry's data lies."""
+        return self._taken - (len(self._buffer) - self._pos)
+
     def label(self) -> str:
         """What to call the current entry in messages."""
         return f"{self._what}: entry {show(self._entry.name)!r}" if self._entry else self._what
@@ -113,8 +128,11 @@ class TarReader:
             self._pos = pos + len(data)
             return data
         if n >= PIECE:
-            return self._raw.read(n)
+            data = self._raw.read(n)
+            self._taken += len(data)
+            return data
         self._buffer = buffer = self._raw.read(PIECE)
+        self._taken += len(buffer)
         data = buffer[:n]
         self._pos = len(data)
         return data
@@ -130,6 +148,15 @@ class TarReader:
         return data
 
     def _skip(self, n: int) -> None:
+        ahead = len(self._buffer) - self._pos
+        if self._jump is not None and n > ahead:
+            n -= ahead
+            self._pos = len(self._buffer)
+            jumped = self._jump(n)
+            self._taken += jumped
+            if jumped < n:
+                self._truncated("inside skipped data")
+            return
         while n:
             data = self._upto(min(n, PIECE))
             if not data:
@@ -188,7 +215,9 @@ class TarReader:
             size = self._number(fields[4], "size")
             extended += size
             if extended > MAX_EXTENDED:
-                self._bad(f"extended headers of {extended} bytes, at most {MAX_EXTENDED} are allowed")
+                self._bad(
+                    f"extended headers of {extended} bytes, at most {MAX_EXTENDED} are allowed"
+                )
             data = self._exact(size)
             if len(data) < size:
                 self._truncated("inside an extended header")
@@ -276,7 +305,9 @@ class TarReader:
         long_name: bytes | None,
         long_link: bytes | None,
     ) -> TarEntry:
-        name, mode, uid, gid, size, mtime, _, kind, link, magic, _, _, major, minor, prefix, _ = fields
+        name, mode, uid, gid, size, mtime, _, kind, link, magic, _, _, major, minor, prefix, _ = (
+            fields
+        )
         name = name.partition(b"\0")[0]
         if prefix[0] and magic == b"ustar\x0000":
             if block[508:512] == b"tar\0":  # star: times follow a shorter prefix
@@ -440,7 +471,9 @@ class TarReader:
                 self._bad("damaged sparse map")
             text += self._block("inside a sparse map")
             self._left -= BLOCK
-            lines = bytes(text).split(b"\n")[:-1] if wanted == 1 or text.count(b"\n") >= wanted else []
+            lines = (
+                bytes(text).split(b"\n")[:-1] if wanted == 1 or text.count(b"\n") >= wanted else []
+            )
             if lines and wanted == 1:
                 wanted = 1 + 2 * self._decimal(lines[0], "sparse map")
                 if wanted > 2 * MAX_SEGMENTS:
