@@ -109,6 +109,11 @@ class CacheError(DsecfsError):
 class MountError(DsecfsError):
     """A kernel mount could not be made or undone. The message has the kernel's words."""
 
+    def __init__(self, message: str, *, hint: str = "", errno: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.errno = errno
+        """What the system call failed with; 0 when no single call did."""
+
 
 class Unsupported(DsecfsError):
     """This machine cannot do it; the hint says what is missing and how to get it."""

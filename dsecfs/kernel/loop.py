@@ -1,0 +1,88 @@
+"""Read-only loop devices, for kernels whose EROFS mounts block devices only.
+
+What must hold: a device is *autoclear*: it goes away by itself when the last user (our
+descriptor, then the mount) lets go, so a crash leaves none behind.
+
+Numbers: include/uapi/linux/loop.h (LOOP_CONFIGURE is in Linux 5.8 and later).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+from dsecfs.errors import MountError, Unsupported
+from dsecfs.kernel.syscalls import closing
+
+_LOOP_CONFIGURE = 0x4C0A
+_LOOP_CTL_GET_FREE = 0x4C82
+_READ_ONLY, _AUTOCLEAR, _DIRECT_IO = 1, 4, 16
+
+_INFO = struct.Struct("=5Q4I64s64s32s2Q")
+"""struct loop_info64."""
+_CONFIG = struct.Struct(f"=2I{_INFO.size}s8Q")
+"""struct loop_config."""
+
+BLOCK_SIZE = 4096
+"""Images and blobs are multiples of it, and direct I/O works on 4K disks."""
+_TRIES = 64
+
+
+def _config(backing: int, name: str, flags: int) -> bytes:
+    shown = os.fsencode(name)[-63:]
+    info = _INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, shown, b"", b"", 0, 0)
+    return _CONFIG.pack(backing, BLOCK_SIZE, info, *([0] * 8))
+
+
+def attach_loop(path: Path, *, direct_io: bool) -> int:
+    """A descriptor of a loop device over the file `path`. Closing it frees the device
+    unless something else has it open. MountError; Unsupported where there is no loop driver.
+    """
+    try:
+        control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as e:
+        raise Unsupported(
+            f"loop device for {path}: cannot open /dev/loop-control: {e.strerror}",
+            hint="load the module loop, as root",
+        ) from None
+    with closing(control):
+        try:
+            backing = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as e:
+            raise MountError(f"loop device for {path}: {e.strerror}", errno=e.errno or 0) from None
+        with closing(backing):
+            for _ in range(_TRIES):
+                device = _try(control, backing, path, direct_io)
+                if device is not None:
+                    return device
+    raise MountError(
+        f"loop device for {path}: {_TRIES} free devices were taken by others first",
+        hint="try again",
+    )
+
+
+def _try(control: int, backing: int, path: Path, direct_io: bool) -> int | None:
+    """One attempt; None if somebody else took the device first."""
+    flags = _READ_ONLY | _AUTOCLEAR
+    device = -1
+    try:
+        number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
+        device = os.open(f"/dev/loop{number}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            wanted = flags | (_DIRECT_IO if direct_io else 0)
+            fcntl.ioctl(device, _LOOP_CONFIGURE, _config(backing, str(path), wanted))
+        except OSError as e:
+            # The file system of the backing file may not do direct I/O.
+            if e.errno != errno.EINVAL or not direct_io:
+                raise
+            fcntl.ioctl(device, _LOOP_CONFIGURE, _config(backing, str(path), flags))
+    except OSError as e:
+        if device >= 0:
+            os.close(device)
+        if e.errno in (errno.EBUSY, errno.ENXIO):
+            return None
+        raise MountError(f"loop device for {path}: {e.strerror}", errno=e.errno or 0) from None
+    return device
