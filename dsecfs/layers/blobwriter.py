@@ -16,13 +16,13 @@ import hashlib
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
-import lz4.block
+import lz4.block  # type: ignore[import-untyped]
 import zstandard
 
 from dsecfs.errors import BadInput, FormatError
@@ -99,8 +99,7 @@ class BlobWriter:
 
     `chunk_size` is part of the blob's identity (BadInput unless a power of two from 4 KiB
     to 16 MiB). `workers` threads hash and compress, `uploads` threads put objects of at
-    most `object_size` bytes. `blob` is the number that extents carry. `advance` is called
-    with the number of bytes whenever file data was taken in.
+    most `object_size` bytes. `blob` is the number that extents carry.
     """
 
     def __init__(
@@ -113,12 +112,10 @@ class BlobWriter:
         object_size: int = DEFAULT_OBJECT_SIZE,
         uploads: int = 2,
         blob: int = 0,
-        advance: Callable[[int], None] | None = None,
     ) -> None:
         check_chunk_size(chunk_size)
         self._chunk_size = chunk_size
         self._blob = blob
-        self._advance = advance
         self._packer = _Packer(codec, chunk_size)
         self._pool = ThreadPoolExecutor(workers, "pack")
         self._queue: deque[Future[_Packed]] = deque()
@@ -158,12 +155,8 @@ class BlobWriter:
                 hint="split it into several layers",
             )
         if length <= SMALL:
-            extents = self._add_small(stream, size, segments, length)
-        else:
-            extents = self._add_large(stream, size, tuple(segments), length)
-        if self._advance is not None:
-            self._advance(length)
-        return extents
+            return self._add_small(stream, size, segments, length)
+        return self._add_large(stream, size, tuple(segments), length)
 
     def finish(self) -> BlobResult | None:
         """Wait until everything is in the store. None if no file had data."""

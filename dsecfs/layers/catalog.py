@@ -15,22 +15,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dsecfs.errors import BadInput, Conflict, Corrupt, DsecfsError, FormatError, NotFound
 from dsecfs.layers.digest import Digest, parse_digest, sha256
 from dsecfs.layers.environment import Environment, EnvironmentManifest, Toolkit, parse_environment
-from dsecfs.layers.leases import Lease
 from dsecfs.layers.manifest import MAX_MANIFEST, Fields, canonical_json, load_json
 from dsecfs.layers.names import KINDS, LAYER_KINDS, Name, parse_name
 from dsecfs.store.base import Store, channel_prefix, env_key, head_key, ref_key
+
+if TYPE_CHECKING:
+    # Only publishing needs leases, and they bring head, layout and zstandard with them.
+    from dsecfs.layers.leases import Lease
 
 REF_FORMAT = CHANNEL_FORMAT = TRASH_FORMAT = 1
 MAX_REF = 1 << 20
@@ -222,7 +223,7 @@ class Catalog:
                 f"{name} is not in the trash", hint=f"it stays there for {TRASH_S // 86400} days"
             )
         ref = parse_trash(self._store.get(removed[-1], max_size=MAX_REF), removed[-1])
-        with Lease(self._store, "publish") as lease:
+        with self._lease() as lease:
             if not lease.put_if_absent(key, ref.to_json()):
                 there = parse_ref(self._store.get(key, max_size=MAX_REF), f"ref {name}")
                 if there.digest != ref.digest:
@@ -239,6 +240,11 @@ class Catalog:
             kind, _, name = path.partition("/")
             if name and seconds.isdigit():
                 yield Name(kind, name, version=version), int(seconds)
+
+    def _lease(self) -> Lease:
+        from dsecfs.layers.leases import Lease
+
+        return Lease(self._store, "publish")
 
     def _trash(self, key: str) -> list[str]:
         return [info.key for info in self._store.list(f"trash/{key}/")]
@@ -259,7 +265,7 @@ class Catalog:
         """
         with contextlib.ExitStack() as stack:
             if lease is None:
-                lease = stack.enter_context(Lease(self._store, "publish"))
+                lease = stack.enter_context(self._lease())
             lease.rely_on_layers(manifest.layers())
             data = manifest.to_json()
             parse_environment(data)
@@ -391,7 +397,7 @@ class Catalog:
         version = "" if to.startswith("sha256:") else to
         full = to if not version else str(parse_name(f"{kind}/{name}:{to}"))
         found = self.resolve(full, (kind,))
-        with Lease(self._store, "publish") as lease:
+        with self._lease() as lease:
             layers = [found.digest]
             if kind == "env":
                 lease.rely_on(env_key(found.digest))
@@ -490,6 +496,8 @@ class Catalog:
             found = digest in self.get_env(other, remember=False).layers()
             return Use("env", other) if found else None
 
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(_READERS, "used-by") as pool:
             asked = [pool.submit(ref, name) for name in self.ls()]
             asked += [pool.submit(channel, name) for name in self.channels()]
@@ -552,7 +560,7 @@ class _Remembered:
 
     def put(self, key: str, data: bytes) -> None:
         path = self._root / key
-        temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+        temporary = path.with_name(f".tmp-{os.urandom(8).hex()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(data)

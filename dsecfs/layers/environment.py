@@ -217,6 +217,8 @@ def _parse_platform(platform: str, value: object, what: str) -> Environment:
     p.done()
     for name, text in process.env.items():
         check_variable(name, text, what)
+    if "\0" in process.cwd + process.user:
+        raise FormatError(f"{what}: a NUL in 'cwd' or 'user'")
     env = Environment(
         platform,
         parse_digest(f.take("base", str)),

@@ -27,17 +27,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Self
 
 from dsecfs.errors import Busy, Conflict, DsecfsError, FormatError, NotFound, StoreDenied
 from dsecfs.layers.digest import Digest, parse_digest
-from dsecfs.layers.head import MAX_EROFS, decode_head
-from dsecfs.layers.layout import Layout, decode_layout
-from dsecfs.layers.manifest import BlobRef, Fields, canonical_json, load_json
-from dsecfs.store.base import Store, head_key, layout_prefix, lease_prefix, object_key
+from dsecfs.layers.manifest import Fields, canonical_json, load_json
+from dsecfs.store.base import Store, head_key, lease_prefix, object_key
 
 LEASE_FORMAT = 1
 LEASE_KINDS = ("publish", "node")
@@ -236,19 +234,25 @@ class Lease:
         self.check()
         collecting = next(iter(self._store.list("tombstones/")), None) is not None
         for layer in layers:
-            if collecting:
-                revive(self._store, head_key(layer))
             try:
-                self._store.stat(head_key(layer))
                 if collecting:
-                    for key in needed_keys(self._store, layer):
-                        revive(self._store, key)
-                        self._store.stat(key)
+                    self._revive_all(layer)
+                self._store.stat(head_key(layer))
             except NotFound as e:
                 raise NotFound(
                     f"layer sha256:{layer} is not in the store ({e.message})",
                     hint="publish it again",
                 ) from None
+
+    def _revive_all(self, layer: Digest) -> None:
+        from dsecfs.layers.reach import read_layer_manifest, read_newest_layout
+
+        revive(self._store, head_key(layer))
+        for blob in read_layer_manifest(self._store, layer).blobs:
+            key, layout = read_newest_layout(self._store, blob)
+            for needed in (key, *map(object_key, layout.objects)):
+                revive(self._store, needed)
+                self._store.stat(needed)
 
     def release(self) -> None:
         """End the lease. A store that cannot be told lets it lapse."""
@@ -296,26 +300,6 @@ class Lease:
                 except DsecfsError:
                     # Tried again at the next turn; `check` tells when it was too long.
                     continue
-
-
-def needed_keys(store: Store, layer: Digest) -> Iterator[str]:
-    """Keys of the layouts and objects that `layer` needs, its head excepted.
-
-    Raises NotFound if its head or a layout is not there, FormatError if one is damaged.
-    """
-    head = decode_head(store.get(head_key(layer), max_size=MAX_EROFS), layer)
-    for blob in head.manifest.blobs:
-        key, layout = latest_layout(store, blob)
-        yield key
-        yield from map(object_key, layout.objects)
-
-
-def latest_layout(store: Store, blob: BlobRef) -> tuple[str, Layout]:
-    """The layout in force and its key. NotFound if there is none, FormatError."""
-    keys = [info.key for info in store.list(layout_prefix(blob.digest))]
-    if not keys:
-        raise NotFound(f"blob {blob.digest[:12]} has no layout")
-    return keys[-1], decode_layout(store.get(keys[-1]), blob.digest, blob.chunks, blob.chunk_size)
 
 
 def live_layers(store: Store, now: float) -> dict[Digest, str]:

@@ -7,10 +7,11 @@ again gives the same digest and succeeds, finds what is there, and heals what is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dsecfs.errors import BadInput, FormatError, NotFound
+from dsecfs.errors import BadInput, Conflict, FormatError, NotFound
 from dsecfs.layers.blobwriter import BlobResult, BlobWriter, Codec
 from dsecfs.layers.catalog import Catalog
 from dsecfs.layers.digest import DEFAULT_CHUNK_SIZE, Digest
@@ -18,19 +19,20 @@ from dsecfs.layers.environment import check_variable
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.head import MAX_EROFS, LayerHead, decode_head, encode_head, make_head
 from dsecfs.layers.layout import encode_layout
-from dsecfs.layers.leases import Lease, latest_layout
+from dsecfs.layers.leases import Lease
 from dsecfs.layers.manifest import BlobRef, LayerManifest, ProcessEnv
 from dsecfs.layers.names import LAYER_KINDS, Name
 from dsecfs.layers.progress import SILENT, Hook, Progress, no_hook
-from dsecfs.layers.sources.base import DataSink, SourceTree, at_prefix
+from dsecfs.layers.reach import layout_sequences, read_newest_layout
+from dsecfs.layers.sources.base import DEFAULT_LIMITS, Limits, SourceTree, at_prefix
+from dsecfs.layers.sources.image import ImageLayer
 from dsecfs.layers.tree import Inode
-from dsecfs.store.base import Store, head_key, layout_key, layout_prefix, object_key
+from dsecfs.store.base import Store, head_key, layout_key, object_key
 
 STEPS = ("leased", "objects", "layout", "head", "ref")
 """What a hook is told while `publish_source` runs, in this order."""
 
-Source = Callable[[DataSink], SourceTree]
-"""Reads a source once, sends its data to the sink and returns its tree."""
+_LAYOUT_TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,13 @@ class Published:
 
 def publish_source(
     store: Store,
-    source: Source,
+    source: ImageLayer,
     name: Name | None,
     meta: Meta,
     *,
     at: str = "",
     options: BlobOptions = DEFAULT_OPTIONS,
+    limits: Limits = DEFAULT_LIMITS,
     progress: Progress = SILENT,
     hook: Hook = no_hook,
 ) -> Published:
@@ -90,12 +93,14 @@ def publish_source(
     task = str(name or meta.kind)
     with Lease(store, "publish") as lease:
         hook("leased")
-        tree, blob = read_source(lease, source, options, task, progress)
+        tree, blob = read_source(
+            lease, source, task, options=options, limits=limits, progress=progress
+        )
         hook("objects")
         if tree.links:
             raise BadInput(f"{task}: it has hard links to files of layers below it")
         if at:
-            tree = at_prefix(tree, at.encode())
+            tree = at_prefix(tree, os.fsencode(at), limits)
         blobs = [blob] if blob else []
         published = publish_tree(store, lease, tree.root, blobs, meta, notes=tree.notes, hook=hook)
         if name is not None:
@@ -105,19 +110,26 @@ def publish_source(
 
 
 def read_source(
-    lease: Lease, source: Source, options: BlobOptions, task: str, progress: Progress
+    lease: Lease,
+    source: ImageLayer,
+    task: str,
+    *,
+    options: BlobOptions = DEFAULT_OPTIONS,
+    limits: Limits = DEFAULT_LIMITS,
+    progress: Progress = SILENT,
 ) -> tuple[SourceTree, BlobResult | None]:
     """Run a source and store its data as a blob: its objects, not yet its layout."""
-    progress.start(task, None)
+    progress.start(task, source.size or None)
     with BlobWriter(
         lease,
         chunk_size=options.chunk_size,
         codec=options.codec,
         workers=options.workers,
         uploads=options.uploads,
-        advance=lambda amount: progress.advance(task, amount),
     ) as writer:
-        tree = source(writer)
+        tree = source.load(
+            writer, limits=limits, progress=lambda amount: progress.advance(task, amount)
+        )
         blob = writer.finish()
     progress.finish(task)
     return tree, blob
@@ -148,7 +160,6 @@ def publish_tree(
     # another layer and needs another one.
     erofs = write_erofs(root, devices, uuid_salt=manifest.to_json())
     head = make_head(manifest, erofs, [b.chunk_digests for b in blobs])
-    lease.add([head.digest])
     uploaded = sum(_store_layout(store, lease, b) for b in blobs)
     hook("layout")
     uploaded += _store_head(store, lease, head)
@@ -160,23 +171,21 @@ def _store_layout(store: Store, lease: Lease, blob: BlobResult) -> int:
     """Put the layout of a new blob unless there is a good one; the bytes that were needed."""
     if blob.layout is None:
         return 0
-    last = 0
-    for info in store.list(layout_prefix(blob.ref.digest)):
-        last = max(last, int(info.key.rpartition("/")[2]))
-    if last and _layout_is_good(store, lease, blob.ref):
-        return 0
     data = encode_layout(blob.layout)
-    while not lease.put_if_absent(layout_key(blob.ref.digest, last + 1), data):
-        if _layout_is_good(store, lease, blob.ref):
+    for _ in range(_LAYOUT_TRIES):
+        there = layout_sequences(store, blob.ref.digest)
+        if there and layout_is_good(store, lease, blob.ref):
             return 0
-        last += 1
-    return blob.stored + len(data)
+        sequence = there[-1] + 1 if there else 1
+        if lease.put_if_absent(layout_key(blob.ref.digest, sequence), data):
+            return blob.stored + len(data)
+    raise Conflict(f"blob {blob.ref.digest[:12]}: others write damaged layouts of it")
 
 
-def _layout_is_good(store: Store, lease: Lease, ref: BlobRef) -> bool:
+def layout_is_good(store: Store, lease: Lease, ref: BlobRef) -> bool:
     """Whether the layout in force can be read and its objects are there to stay."""
     try:
-        key, layout = latest_layout(store, ref)
+        key, layout = read_newest_layout(store, ref)
         for needed in (key, *map(object_key, layout.objects)):
             lease.rely_on(needed)
             store.stat(needed)

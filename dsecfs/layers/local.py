@@ -1,0 +1,211 @@
+"""A layer's head and metadata on this node: fetched once, verified, healed, ready to mount.
+
+    data/heads/<hex>        the head as the store has it
+    data/heads/<hex>.ok     what was verified, and in which boot (below)
+    data/heads/.lock-<xx>   locks, one per first two digits: one process fetches a layer
+    data/meta/<hex>.erofs   the EROFS image, to mount
+    data/blobs/<hex>/chunks chunk digests of each blob (owned by dsecfs/cache/blob.py)
+
+What must hold:
+- what `ensure` returns was verified against the layer's digest in this boot, and the files
+  are still the ones that were verified (inode, size and mtime): after another boot, a power
+  loss perhaps, everything is hashed again;
+- files appear whole, by rename, and `.ok` last; a file that is mounted is never changed;
+- a layer that is here needs no store, and no library that is slow to import.
+
+`.ok` is one line with the sha256 in hex of the rest, then JSON: format, boot, files ([inode, size,
+mtime in ns] of head and image) and manifest (its canonical text).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsecfs.errors import Busy, CacheError, DsecfsError, FormatError
+from dsecfs.layers.digest import Digest
+from dsecfs.layers.manifest import BlobRef, LayerManifest, parse_manifest
+from dsecfs.nodedirs import NodeDirs, boot_id
+from dsecfs.store.base import Store, head_key
+
+OK_FORMAT = 1
+MAX_HEAD = 4 << 30
+LOCK_WAIT_S = 120.0
+"""Longest wait for another process that fetches the same layer."""
+_PARALLEL = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLayer:
+    """A layer that can be mounted on this node now."""
+
+    digest: Digest
+    manifest: LayerManifest
+    meta_path: Path
+    """Its EROFS metadata image."""
+
+    @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        """The devices of the image, in order; the cache knows their chunk digests."""
+        return self.manifest.blobs
+
+
+class LocalLayers:
+    """The layers of this node. Safe to use from several threads and processes."""
+
+    def __init__(self, store: Store, dirs: NodeDirs) -> None:
+        self._store = store
+        self._dirs = dirs
+
+    def ensure(self, layer: Digest) -> LocalLayer:
+        """Make `layer` ready to mount; from the store only if it is not here whole.
+
+        Raises NotFound, Corrupt and FormatError (the store's head), store errors, CacheError
+        (the local disk), Busy (another process takes longer than LOCK_WAIT_S).
+        """
+        return self._present(layer) or self._obtain(layer)
+
+    def ensure_all(self, layers: Sequence[Digest]) -> list[LocalLayer]:
+        """`ensure` for several layers; those that are missing are fetched at the same time."""
+        found = {layer: self._present(layer) for layer in layers}
+        missing = [layer for layer, local in found.items() if local is None]
+        if len(missing) > 1:
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(_PARALLEL, "layers") as pool:
+                found.update(zip(missing, pool.map(self._obtain, missing), strict=True))
+        return [found[layer] or self._obtain(layer) for layer in layers]
+
+    def forget(self, layer: Digest) -> None:
+        """Remove the local copy, which nobody mounts any more. Blobs belong to the cache."""
+        head = self._dirs.head(layer)
+        with self._lock(layer):
+            for path in (_ok_path(head), self._dirs.meta(layer), head):
+                path.unlink(missing_ok=True)
+
+    def _present(self, layer: Digest) -> LocalLayer | None:
+        """The layer if it was verified in this boot and nothing touched it since."""
+        head, meta = self._dirs.head(layer), self._dirs.meta(layer)
+        try:
+            checksum, _, body = _ok_path(head).read_bytes().partition(b"\n")
+            if _checksum(body) != checksum:
+                return None
+            ok = json.loads(body)
+            if ok["format"] != OK_FORMAT or ok["boot"] != boot_id():
+                return None
+            if ok["files"] != [_identity(head), _identity(meta)]:
+                return None
+            manifest = parse_manifest(ok["manifest"].encode())
+            for blob in manifest.blobs:
+                if not (self._dirs.blob(blob.digest) / "chunks").is_file():
+                    return None
+        except (OSError, ValueError, KeyError, TypeError, DsecfsError):
+            # Absent, of another version or damaged: all of it is made anew.
+            return None
+        return LocalLayer(layer, manifest, meta)
+
+    def _obtain(self, layer: Digest) -> LocalLayer:
+        from dsecfs.cache.blob import write_chunk_list
+        from dsecfs.layers.head import LayerHead, decode_head
+
+        path, meta = self._dirs.head(layer), self._dirs.meta(layer)
+        with self._lock(layer):
+            found = self._present(layer)
+            if found is not None:
+                return found
+            head: LayerHead | None = None
+            try:
+                head = decode_head(path.read_bytes(), layer)
+            except (OSError, FormatError):
+                # Not here, or damaged here: the store has it.
+                pass
+            try:
+                if head is None:
+                    data = self._store.get(head_key(layer), max_size=MAX_HEAD)
+                    head = decode_head(data, layer)
+                    _write(path, data)
+                if not _equal(meta, head.erofs):
+                    _write(meta, head.erofs)
+                for blob, digests in zip(head.manifest.blobs, head.chunk_digests, strict=True):
+                    write_chunk_list(self._dirs, blob, digests)
+                ok = {
+                    "format": OK_FORMAT,
+                    "boot": boot_id(),
+                    "files": [_identity(path), _identity(meta)],
+                    "manifest": head.manifest.to_json().decode(),
+                }
+                body = json.dumps(ok).encode()
+                _write(_ok_path(path), _checksum(body) + b"\n" + body)
+            except OSError as e:
+                raise CacheError(
+                    f"layer {layer[:12]}: cannot write below {self._dirs.data}: {e.strerror}",
+                    hint="free space there, or set another directory",
+                ) from None
+            return LocalLayer(layer, head.manifest, meta)
+
+    @contextlib.contextmanager
+    def _lock(self, layer: Digest) -> Iterator[None]:
+        """Keep other threads and processes from writing this layer's files."""
+        path = self._dirs.head(layer).with_name(f".lock-{layer[:2]}")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise CacheError(f"cannot lock {path}: {e.strerror}") from None
+        try:
+            deadline = time.monotonic() + LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise Busy(
+                            f"layer sha256:{layer[:12]} is being fetched by another process "
+                            f"for more than {LOCK_WAIT_S:.0f} s",
+                            hint="try again",
+                        ) from None
+                    time.sleep(0.005)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _ok_path(head: Path) -> Path:
+    return head.with_name(f"{head.name}.ok")
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()
+
+
+def _identity(path: Path) -> list[int]:
+    """What changes when somebody replaces or writes the file."""
+    s = path.stat()
+    return [s.st_ino, s.st_size, s.st_mtime_ns]
+
+
+def _equal(path: Path, data: bytes) -> bool:
+    try:
+        return path.stat().st_size == len(data) and path.read_bytes() == data
+    except FileNotFoundError:
+        return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Make `path` appear whole. A crash leaves a `.tmp-` file at most."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name[:16]}-{os.urandom(8).hex()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
