@@ -22,6 +22,10 @@ from tests.support.trees import acl, symlink_to
 DEVICES = [Device(b"a" * 64, 40 * BLOCK), Device(b"b" * 64, 9 * BLOCK)]
 
 
+_LAST = Extent(0, 1, 7 * BLOCK, 2 * BLOCK)
+"""The last two blocks of the second device."""
+
+
 def _sample() -> bytes:
     """An image with a bit of everything, small enough that most bytes matter."""
     label = {b"security.selinux": b"system_u:object_r:usr_t:s0\0"}
@@ -62,9 +66,13 @@ def exercise(data: bytes) -> None:
             info = image.stat(nid)
         except FormatError:
             continue
-        for one in (image.xattrs, image.is_opaque, image.readlink, image.extents):
+        for one in (image.xattrs, image.is_opaque, image.readlink):
             with contextlib.suppress(FormatError, BadInput):
                 one(nid)
+        with contextlib.suppress(FormatError, BadInput):
+            for logical, blob, physical, length in image.extents(nid):
+                assert 0 <= logical < logical + length <= info.size
+                assert 0 <= physical < physical + length <= image.devices[blob].size
         if stat.S_ISDIR(info.mode):
             for name in (b"", b".", b"..", b"dir", b"one", b"7" * 60, b"\xff"):
                 with contextlib.suppress(FormatError):
@@ -221,39 +229,52 @@ def test_directories_that_share_their_blocks_do_not_multiply() -> None:
     assert seen <= len(forger.data) // f.DIRENT.size
 
 
-def _shared_attribute_image() -> bytes:
-    """Each inode refers to other, overlapping ranges of one area of large attributes."""
-    forger = Forger(256 * BLOCK)
-    area = 200 * BLOCK
-    struct.pack_into("<I", forger.data, f.SUPER_OFFSET + 44, 200)
-    for at in range(area, area + 8 * BLOCK, 4):
-        f.XATTR_ENTRY.pack_into(forger.data, at, 4, 1, 60000)
-    root = BLOCK // f.SLOT
+def _files_with_attributes(forger: Forger, bodies: list[tuple[int, int, list[int]]]) -> None:
+    """A root of files, each of (slots to the next one, attribute words, shared ids)."""
     names = []
-    nid = root + 1
-    for i in range(90):
-        names.append((b"%03d" % i, nid, 1))
-        nid += (32 + 12 + 4 * 20 + 31) // 32
-    block = forger.block(names)
-    forger.inode(stat.S_IFDIR, BLOCK, block)
-    for i, (_, nid, _) in enumerate(names):
+    nid = BLOCK // f.SLOT + 1
+    for i, (slots, words, ids) in enumerate(bodies):
+        names.append((b"%05d" % i, nid, 1))
         at = nid * f.SLOT
-        f.COMPACT.pack_into(forger.data, at, 0, 21, stat.S_IFREG, 1, 0, 0, 1, 0, 0)
-        f.XATTR_HEADER.pack_into(forger.data, at + 32, 0, 20)
-        for j in range(20):
-            struct.pack_into("<I", forger.data, at + 44 + 4 * j, i * 20 + j)
-    return sealed(forger.data)
+        f.COMPACT.pack_into(forger.data, at, 0, 1 + words, stat.S_IFREG, 1, 0, 0, 1, 0, 0)
+        f.XATTR_HEADER.pack_into(forger.data, at + 32, 0, len(ids))
+        for j, number in enumerate(ids):
+            struct.pack_into("<I", forger.data, at + 44 + 4 * j, number)
+        nid += slots
+    groups = [names[i : i + 200] for i in range(0, len(names), 200)]
+    blocks = [forger.block(group) for group in reversed(groups)]
+    forger.inode(stat.S_IFDIR, len(blocks) * BLOCK, blocks[-1])
 
 
-def test_attributes_that_overlap_do_not_multiply() -> None:
-    image = ErofsImage(_shared_attribute_image())
+def test_shared_attributes_that_overlap_do_not_multiply() -> None:
+    """Every four bytes of the shared area begin an attribute of 60,000 bytes."""
+    forger = Forger(256 * BLOCK)
+    struct.pack_into("<I", forger.data, f.SUPER_OFFSET + 44, 200)
+    for at in range(200 * BLOCK, 208 * BLOCK, 4):
+        f.XATTR_ENTRY.pack_into(forger.data, at, 4, 1, 60000)
+    _files_with_attributes(forger, [(2, 1, [i]) for i in range(1800)])
+    image = forger.image()
     tracemalloc.start()
     try:
-        with pytest.raises(FormatError):
+        with pytest.raises(FormatError, match="share bytes"):
             image.load_tree()
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(forger.data)
     finally:
         tracemalloc.stop()
+
+
+def test_attribute_bodies_that_overlap_do_not_multiply() -> None:
+    """Many inodes in one large attribute value: each claims the same bytes behind it."""
+    forger = Forger(64 * BLOCK)
+    words = 40_000 // 4
+    _files_with_attributes(forger, [(2, words, []) for _ in range(100)])
+    at = (BLOCK // f.SLOT + 1) * f.SLOT
+    for i in range(100):
+        f.XATTR_ENTRY.pack_into(forger.data, at + i * 64 + 44, 1, 1, 40_000 - 5)
+        forger.data[at + i * 64 + 48] = ord("a")
+    assert len(ErofsImage(sealed(forger.data)).xattrs(BLOCK // f.SLOT + 1)[b"user.a"]) == 39_995
+    with pytest.raises(FormatError, match="share bytes"):
+        forger.image().load_tree()
 
 
 @pytest.fixture
@@ -270,6 +291,19 @@ def test_data_outside_of_every_blob(forged: Forger) -> None:
     f.CHUNK_INDEX.pack_into(forged.data, forged.inodes, 0, 1, 0)
     with pytest.raises(FormatError, match="outside of its blobs"):
         forged.image().load_tree()
+
+
+def test_data_behind_the_end_of_a_blob() -> None:
+    """An index that is changed by one block: refused, never read."""
+    root = directory()
+    root.children = {b"f": Inode(stat.S_IFREG, size=2 * BLOCK, extents=(_LAST,))}
+    image = bytearray(write_erofs(root, DEVICES))
+    nid = ErofsImage(bytes(image)).resolve(b"f")
+    assert ErofsImage(bytes(image)).extents(nid) == (_LAST,)
+    at = image.index(f.CHUNK_INDEX.pack(0, 2, 7))
+    f.CHUNK_INDEX.pack_into(image, at, 0, 2, 8)
+    with pytest.raises(FormatError, match="outside of its blobs"):
+        ErofsImage(sealed(image)).extents(nid)
 
 
 def test_data_inside_of_the_image_is_not_ours(forged: Forger) -> None:

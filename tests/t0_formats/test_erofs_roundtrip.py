@@ -111,6 +111,20 @@ def test_one_index_for_a_contiguous_file() -> None:
         assert read.extents(nid) == (Extent(0, 0, BLOCK, size),)
 
 
+def test_no_inode_crosses_a_block() -> None:
+    root = directory()
+    root.children = {
+        b"%d" % i: regular(mtime_ns=i % 3, xattrs={b"user.a": b"v" * (i % 50)}) for i in range(2000)
+    }
+    read = ErofsImage(write_erofs(root, []))
+    sizes = set()
+    for _, info in read.walk():
+        at = info.nid * f.SLOT
+        sizes.add(info.xattrs_at - at)
+        assert at // BLOCK == (info.xattrs_at - 1) // BLOCK
+    assert sizes == {f.COMPACT.size, f.EXTENDED.size}
+
+
 def test_same_attributes_are_stored_once() -> None:
     label = {b"security.selinux": b"l" * 1000}
     many = write_erofs(tree_of(**{f"f{i}": Inode(stat.S_IFREG, xattrs=label) for i in range(99)}), [])
