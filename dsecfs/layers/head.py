@@ -137,3 +137,34 @@ def decode_head(data: bytes, digest: Digest) -> LayerHead:
         if blob_digest(blob.size, blob.chunk_size, digests) != blob.digest:
             raise Corrupt(f"{what}: blob {blob.digest[:12]} does not match its chunk list")
     return LayerHead(digest, manifest, erofs, tuple(chunks))
+
+
+HEAD_START = 64 * 1024
+"""Bytes from the start of a head in which the section table and most manifests lie."""
+
+
+def manifest_span(start: bytes, digest: Digest) -> tuple[int, int]:
+    """(offset, length) of the manifest in a head, from its first HEAD_START bytes.
+
+    For readers that need no metadata (collection, listings). Raises FormatError or TooNew.
+    """
+    what = f"head of layer {digest[:12]}"
+    if len(start) < _FIXED.size:
+        raise FormatError(f"{what}: truncated: {len(start)} bytes")
+    magic, version, count = _FIXED.unpack_from(start)
+    if magic != MAGIC:
+        raise FormatError(f"{what}: not a layer head (bad magic)")
+    if version > VERSION:
+        raise TooNew(
+            f"{what}: version {version} is newer than this program knows ({VERSION})",
+            hint="upgrade dsec",
+        )
+    if count > 2 + MAX_BLOBS or len(start) < _FIXED.size + count * _SECTION.size:
+        raise FormatError(f"{what}: truncated: no room for {count} sections")
+    for i in range(count):
+        kind, codec, offset, stored, raw = _SECTION.unpack_from(
+            start, _FIXED.size + i * _SECTION.size
+        )
+        if kind == _MANIFEST and codec == _RAW and stored == raw and 0 < raw <= MAX_MANIFEST:
+            return offset, stored
+    raise FormatError(f"{what}: has no manifest")
