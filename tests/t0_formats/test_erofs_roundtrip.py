@@ -114,7 +114,8 @@ def test_one_index_for_a_contiguous_file() -> None:
 def test_no_inode_crosses_a_block() -> None:
     root = directory()
     root.children = {
-        b"%d" % i: regular(mtime_ns=i % 3, xattrs={b"user.a": b"v" * (i % 50)}) for i in range(2000)
+        b"%d" % i: regular(mtime_ns=i % 3, xattrs={b"user.%d" % i: b"v" * (i % 50)})
+        for i in range(2000)
     }
     read = ErofsImage(write_erofs(root, []))
     sizes = set()
