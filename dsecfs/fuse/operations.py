@@ -45,11 +45,11 @@ ISOLATION_S = 5.0
 F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 HANDLERS = (
-    "lookup", "forget", "getattr", "readlink", "open", "read", "release", "flush",
+    "lookup", "forget", "getattr", "readlink", "open", "read", "release",
     "opendir", "readdir", "releasedir", "statfs", "getxattr", "listxattr",
 )  # fmt: skip
-"""What a worker puts over the supervisor's empty handlers. All else answers ENOSYS or, on
-a read-only mount, is refused by the kernel."""
+"""What a worker puts over the supervisor's empty handlers. All else answers ENOSYS (after one
+ENOSYS to a flush the kernel sends no more of them) or, on a read-only mount, never comes."""
 
 
 class QuietLog:
@@ -210,9 +210,6 @@ class Handlers(pyfuse3.Operations):
 
     async def release(self, fh: FileHandleT) -> None:
         """Nothing is kept per open file."""
-
-    async def flush(self, fh: FileHandleT) -> None:
-        """Nothing is ever written."""
 
     async def releasedir(self, fh: FileHandleT) -> None:
         """Nothing is kept per open directory."""

@@ -64,6 +64,8 @@ QUICK_S = 2.0
 """A worker that lived for less died quickly."""
 BACKOFF_S = 0.1
 BACKOFF_MAX_S = 5.0
+BACKOFF_KILLED_S = 0.2
+"""The longest pause after a kill from outside, which says nothing about the next worker."""
 FIRST_TRIES = 3
 """Workers of a new mount that may fail before the mount is given up."""
 ACTIVE_STUCK_S = 30.0
@@ -378,7 +380,8 @@ class Supervisor:
         if self._announce is not None and self._quick_deaths >= FIRST_TRIES:
             self._failure = f"the worker {how}; see {self._config.log}"
         over = self._quick_deaths - FREE_RESTARTS
-        delay = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(over, 10)) if over > 0 else 0.0
+        most = BACKOFF_MAX_S if crashed else BACKOFF_KILLED_S
+        delay = min(most, BACKOFF_S * 2.0 ** min(over, 10)) if over > 0 else 0.0
         self._not_before = time.monotonic() + delay
         return True
 
