@@ -215,6 +215,7 @@ class BlobWriter:
     def _add_large(
         self, stream: ByteStream, size: int, segments: tuple[Segment, ...], length: int
     ) -> tuple[Extent, ...]:
+        sealed, rest = self._sealed, bytes(self._open)
         self._pad(self._chunk_size)
         first = self._sealed
         start = self._position
@@ -232,7 +233,10 @@ class BlobWriter:
             mine = self._digests_of(first, whole)
             for other in earlier:
                 if other.tail == tail_digest and self._digests_of(other.chunk, whole) == mine:
-                    self._forget(first)
+                    # All its chunks lie there already: take its addresses back.
+                    self._sealed, self._open = sealed, bytearray(rest)
+                    del self._digests[sealed * DIGEST_LEN :]
+                    del self._places[sealed:]
                     return other.extents
         extents = self._extents(start, segments)
         earlier.append(_Large(first, whole, tail_digest, extents))
@@ -241,13 +245,6 @@ class BlobWriter:
 
     def _digests_of(self, chunk: int, count: int) -> bytearray:
         return self._digests[chunk * DIGEST_LEN : (chunk + count) * DIGEST_LEN]
-
-    def _forget(self, chunk: int) -> None:
-        """Take back the address space from `chunk` on, whose chunks all lie elsewhere too."""
-        self._open = bytearray()
-        self._sealed = chunk
-        del self._digests[chunk * DIGEST_LEN :]
-        del self._places[chunk:]
 
     def _append(self, data: bytes) -> None:
         size = self._chunk_size
