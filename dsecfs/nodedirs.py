@@ -11,6 +11,9 @@ one (default /run/dsec): what it says is about mounts and processes of this boot
     run/fs                  mount point of the node's FUSE file system
     run/fs.sock             control socket of its worker
     run/fs.log              log of its supervisors and workers
+    run/trees/<id>.json     composed trees that run/fs/trees shows
+    run/traces/<id>.json    recordings that run/fs/traced shows; <id>.log the reads
+    run/mounts/<hash>/      sockets, locks and logs of mounts of single trees
     run/ns/mnt              the pinned mount namespace in which crun runs
     run/layers/<hex>/<gen>/ EROFS mounts, one per layer and generation
     run/sandboxes/<id>/     bundle, root mount point and record of one `dsec run`
@@ -80,6 +83,14 @@ class NodeDirs:
     @property
     def control(self) -> Path:
         return self.run / "fs.sock"
+
+    @property
+    def trees(self) -> Path:
+        return self.run / "trees"
+
+    @property
+    def traces(self) -> Path:
+        return self.run / "traces"
 
     @property
     def layers(self) -> Path:

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from dsecfs.errors import Busy, MountError
+from dsecfs.errors import Busy, MountError, Unsupported
 
 MNT_FORCE = 1
 MNT_DETACH = 2
@@ -55,6 +55,20 @@ def fuse_device(mountpoint: Path) -> str | None:
             if (kind == "fuse" or kind.startswith("fuse.")) and _unescape(fields[4]) == wanted:
                 found = fields[2]
     return found
+
+
+def check_mountable() -> None:
+    """Raise Unsupported, with what to do, if this process cannot mount FUSE at all."""
+    if not os.path.exists("/dev/fuse"):
+        raise Unsupported("mount FUSE: no /dev/fuse", hint="load the kernel module: modprobe fuse")
+    if os.geteuid() == 0:
+        return
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise Unsupported(
+            "mount FUSE: this user may not open /dev/fuse", hint="as root: chmod 0666 /dev/fuse"
+        )
+    if shutil.which("fusermount3") is None:
+        raise Unsupported("mount FUSE: no fusermount3", hint="as root: apt-get install fuse3")
 
 
 def _umount2(path: Path, flags: int) -> int:

@@ -282,7 +282,9 @@ class Handlers(pyfuse3.Operations):
     @_guarded(9)
     async def listxattr(self, inode: InodeT, ctx: Any) -> Sequence[bytes]:
         space, node = self._find(inode)
-        return sorted(space.xattrs(node))
+        # As every file system does: `trusted.` is shown to the administrator only.
+        names = space.xattrs(node)
+        return sorted(n for n in names if ctx.uid == 0 or not n.startswith(b"trusted."))
 
     async def statfs(self, ctx: Any) -> pyfuse3.StatvfsData:
         """A file system that is full and read-only; overlayfs on top needs an answer."""

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from dsecfs.errors import Busy, DsecfsError, MountError
 from dsecfs.fuse.config import FsConfig
-from dsecfs.fuse.mountpoint import unmount
+from dsecfs.fuse.mountpoint import check_mountable, unmount
 from dsecfs.fuse.shared import (
     POINTS_CRASH,
     POINTS_KILLED,
@@ -107,6 +107,7 @@ def resend(fuse_fd: int) -> bool:
 
 def mount(config: FsConfig) -> Session:
     """Mount and answer INIT in this process. MountError says what the kernel said."""
+    check_mountable()
     import pyfuse3
     import trio
 
@@ -114,6 +115,7 @@ def mount(config: FsConfig) -> Session:
         """What pyfuse3 calls. A worker puts its own handlers over these (worker.serve)."""
 
         enable_writeback_cache = False
+        enable_acl = True
         supports_dot_lookup = False
         until_init: trio.CancelScope | None = None
 

@@ -123,11 +123,11 @@ class Spaces:
     def trace(self, name: str) -> Recording:
         trace = self._traces.get(name)
         if trace is None:
-            trace = self._traces[name] = Recording(self._dirs.run / "traces", name)
+            trace = self._traces[name] = Recording(self._dirs.traces, name)
         return trace
 
     def trace_exists(self, name: str) -> bool:
-        return (self._dirs.run / "traces" / f"{name}.json").exists()
+        return (self._dirs.traces / f"{name}.json").exists()
 
     @property
     def open_spaces(self) -> int:
@@ -144,7 +144,7 @@ class Spaces:
 
     def tree_ino(self, name: bytes) -> int:
         ident = _ident(name)
-        layers = read_tree(self._dirs.run / "trees", ident)
+        layers = read_tree(self._dirs.trees, ident)
         slot = self._slots.number(_pack(b"t", ident, *layers))
         space = self.get(slot)
         assert isinstance(space, TreeSpace)
@@ -175,7 +175,7 @@ class Spaces:
     def top_names(self, node: int) -> list[bytes]:
         if node == BLOBS:
             return self.names(self._dirs.blobs, "")
-        return self.names(self._dirs.run / ("trees" if node == TREES else "traces"), ".json")
+        return self.names(self._dirs.trees if node == TREES else self._dirs.traces, ".json")
 
 
 class _Directory:
