@@ -128,8 +128,10 @@ def _run(
         info.key.removeprefix("tombstones/"): info for info in store.list("tombstones/")
     }
     due: list[ObjectInfo] = []
+    there: set[str] = set()
     progress("looking at every object")
     for info in _collectable(store):
+        there.add(info.key)
         why = _why(info, found, now, grace_s)
         stone = tombstones.pop(info.key, None)
         if why is not None:
@@ -144,6 +146,8 @@ def _run(
             report.waiting.append(info)
         else:
             due.append(info)
+    # Published since the mark is not missing; what was listed is not either.
+    report.missing += [(k, why) for k, why in found.why.items() if k not in there]
     if due:
         progress("marking again before anything is deleted")
         again = reach(store, store_clock(store))
