@@ -286,9 +286,9 @@ class HookedStore(DirectoryStore):
         self._count()
         return super().stat(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         self._count()
-        return super().list(prefix)
+        return super().list(prefix, after=after)
 
     def delete(self, key: str) -> None:
         self._count()
