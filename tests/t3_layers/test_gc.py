@@ -23,7 +23,7 @@ from dsecfs.layers.names import parse_name
 from dsecfs.layers.publish import Meta, publish_source
 from dsecfs.layers.reach import reach
 from dsecfs.layers.sources.image import open_image
-from dsecfs.store.base import ObjectInfo, head_key
+from dsecfs.store.base import ObjectInfo, Priority, Store, head_key
 from dsecfs.store.directory import DirectoryStore
 
 DAY = 86400
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "store", create=True)
 
 
-def publish(store: DirectoryStore, work: Path, name: str, text: str) -> Digest:
+def publish(store: Store, work: Path, name: str, text: str) -> Digest:
     source = work / f"source-{time.monotonic_ns()}"
     source.mkdir(parents=True)
     (source / "file").write_text(text * 1000)
@@ -186,42 +186,79 @@ def test_only_one_run_at_a_time(store: DirectoryStore, tmp_path: Path) -> None:
     assert not keys(store, "gc/")
 
 
-class Dies(Exception):
-    pass
+class Watched:
+    """A store that calls `before` with the name of each operation before it does it."""
 
-
-class DyingStore:
-    """Raises after a number of changes, and for ever after: a collector that was killed."""
-
-    def __init__(self, inner: DirectoryStore, changes: int) -> None:
+    def __init__(self, inner: DirectoryStore, before: Callable[[str], None]) -> None:
         self._inner = inner
-        self._left = changes
+        self._before = before
         self.url = inner.url
 
-    def _spend(self) -> None:
-        if not self._left:
-            raise Dies
-        self._left -= 1
-
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        self._spend()
+        self._before("put_if_absent")
         return self._inner.put_if_absent(key, data)
 
-    def delete(self, key: str) -> None:
-        self._spend()
-        self._inner.delete(key)
+    def put_content(self, key: str, data: bytes | memoryview | BinaryIO) -> None:
+        self._before("put_content")
+        self._inner.put_content(key, data)
 
     def get(self, key: str, *, max_size: int = 1 << 30) -> bytes:
+        self._before("get")
         return self._inner.get(key, max_size=max_size)
 
-    def get_range(self, key: str, offset: int, length: int, **_: object) -> bytes:
-        return self._inner.get_range(key, offset, length)
+    def get_range(
+        self, key: str, offset: int, length: int, *, priority: Priority = Priority.FOREGROUND
+    ) -> bytes:
+        self._before("get_range")
+        return self._inner.get_range(key, offset, length, priority=priority)
 
     def stat(self, key: str) -> ObjectInfo:
+        self._before("stat")
         return self._inner.stat(key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._before("list")
         return self._inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._before("delete")
+        self._inner.delete(key)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Once:
+    """Calls `hook` before operation number `at`, counted from 0."""
+
+    def __init__(self, at: int, hook: Callable[[], None]) -> None:
+        self._at = at
+        self._hook = hook
+        self.calls = 0
+        self._guard = threading.Lock()
+
+    def __call__(self, operation: str) -> None:
+        with self._guard:
+            due, self.calls = self.calls == self._at, self.calls + 1
+        if due:
+            self._hook()
+
+
+class Dies(Exception):
+    """The collector was killed."""
+
+
+def dies_after(changes: int) -> Callable[[str], None]:
+    left = changes
+
+    def before(operation: str) -> None:
+        nonlocal left
+        if operation in ("put_if_absent", "put_content", "delete"):
+            if not left:
+                raise Dies
+            left -= 1
+
+    return before
 
 
 def test_a_run_that_dies_anywhere_leaves_a_store_in_which_all_is_there(tmp_path: Path) -> None:
@@ -234,7 +271,7 @@ def test_a_run_that_dies_anywhere_leaves_a_store_in_which_all_is_there(tmp_path:
         collect(store)
         age(store, 3)
         try:
-            collect(DyingStore(store, changes))  # type: ignore[arg-type]
+            collect(Watched(store, dies_after(changes)))
             break
         except Dies:
             intact(store)
@@ -251,48 +288,6 @@ def test_a_run_that_dies_anywhere_leaves_a_store_in_which_all_is_there(tmp_path:
     else:
         pytest.fail("the run never ended")
     assert changes > 10
-
-
-class HookedStore(DirectoryStore):
-    """Calls `hook` once, before its call number `at` (counted from 0)."""
-
-    def __init__(self, root: Path, at: int, hook: Callable[[], None]) -> None:
-        super().__init__(root)
-        self._at: int | None = at
-        self._hook = hook
-        self.calls = 0
-        self._guard = threading.Lock()
-
-    def _count(self) -> None:
-        with self._guard:
-            due, self.calls = self.calls == self._at, self.calls + 1
-        if due:
-            self._at = None
-            self._hook()
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        self._count()
-        return super().put_if_absent(key, data)
-
-    def put_content(self, key: str, data: bytes | memoryview | BinaryIO) -> None:
-        self._count()
-        super().put_content(key, data)
-
-    def get(self, key: str, *, max_size: int = 1 << 30) -> bytes:
-        self._count()
-        return super().get(key, max_size=max_size)
-
-    def stat(self, key: str) -> ObjectInfo:
-        self._count()
-        return super().stat(key)
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        self._count()
-        return super().list(prefix, after=after)
-
-    def delete(self, key: str) -> None:
-        self._count()
-        super().delete(key)
 
 
 def garbage(tmp_path: Path, tombstone_days: float | None) -> DirectoryStore:
@@ -319,14 +314,14 @@ def test_a_whole_collection_between_any_two_steps_of_a_publisher(
             age(store, 0.95, leases=False)
             collect(store)
 
-        hooked = HookedStore(store.root, at, interlude)
-        publish(hooked, tmp_path, "base/again:1", "same")
+        once = Once(at, interlude)
+        publish(Watched(store, once), tmp_path, "base/again:1", "same")
         intact(store)
         for _ in range(2):
             age(store, 3)
             collect(store)
             intact(store)
-        if hooked.calls <= at:
+        if once.calls <= at:
             break
     else:
         pytest.fail("the publisher never ended")
@@ -349,8 +344,8 @@ def test_a_whole_publish_between_any_two_steps_of_a_collection(
                 # The collector has decided to delete, and cannot do it while we wait here.
                 errors.append(e)
 
-        hooked = HookedStore(store.root, at, interlude)
-        collect(hooked)
+        once = Once(at, interlude)
+        collect(Watched(store, once))
         if errors:
             publish(store, tmp_path, "base/again:1", "same")
         intact(store)
@@ -358,7 +353,7 @@ def test_a_whole_publish_between_any_two_steps_of_a_collection(
             age(store, 3)
             collect(store)
             intact(store)
-        if hooked.calls <= at:
+        if once.calls <= at:
             break
     else:
         pytest.fail("the collection never ended")
