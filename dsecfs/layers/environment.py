@@ -8,7 +8,7 @@ can be passed to execve as it is (no NUL, no "=" in a variable's name).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,6 +143,23 @@ class EnvironmentManifest:
                 "platforms": {p: _to_dict(e) for p, e in self.platforms.items()},
             }
         )
+
+
+def check_layers(env: Environment, manifests: Sequence[LayerManifest]) -> None:
+    """Raise BadInput unless the layers are of the kinds and the platform that `env` says.
+
+    `manifests` are those of `layers_bottom_up`: digests alone do not tell what they are.
+    """
+    kinds = ["base", *(["workspace"] if env.workspace else [])]
+    kinds += ["toolkit"] * len(env.toolkits) + ["snapshot"] * len(env.snapshots)
+    for kind, layer, found in zip(kinds, env.layers_bottom_up(), manifests, strict=True):
+        if found.kind != kind:
+            raise BadInput(f"layer sha256:{layer[:12]}… is a {found.kind}, not a {kind}")
+        if found.platform != env.platform:
+            raise BadInput(
+                f"layer sha256:{layer[:12]}… is for {found.platform}, not for {env.platform}",
+                hint="choose another platform, or publish the layer for this one",
+            )
 
 
 def check_variable(name: str, value: str, what: str) -> None:
