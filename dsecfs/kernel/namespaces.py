@@ -5,7 +5,7 @@ until that file is unmounted, with no process in it. What must hold:
 - run/ns is a private tmpfs of the host's namespace: a namespace file may not lie on a mount
   that propagates into the namespace it names;
 - a pinned namespace is private (nothing propagates in or out) and *pruned*: it keeps only
-  the mounts below the paths that are needed in it. So its size, and with it the cost of
+  the mounts that needed paths lie on. So its size, and with it the cost of
   copying it for every container, does not grow with the host, and it keeps no foreign file
   system busy. Whatever it needs later is handed in as an open descriptor;
 - only a `NamespaceThread` ever enters another namespace; the calling thread never does.
@@ -14,18 +14,17 @@ until that file is unmounted, with no process in it. What must hold:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from dsecfs.errors import Busy, DeadlineExceeded, MountError
+from dsecfs.errors import DeadlineExceeded, MountError
 from dsecfs.kernel.mountinfo import mount_at, mounts_here
 from dsecfs.kernel.syscalls import (
     CLONE_FS,
@@ -43,39 +42,12 @@ from dsecfs.kernel.syscalls import (
     umount,
     unshare,
 )
+from dsecfs.locks import locked_file
 
 T = TypeVar("T")
 
 CALL_S = 30.0
 """Longest wait for a call in a namespace thread: mounts take milliseconds."""
-LOCK_S = 10.0
-"""Longest wait for a lock file."""
-
-
-# -- locks ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def locked(fd: int, what: str, *, shared: bool = False, wait_s: float = LOCK_S) -> Iterator[None]:
-    """Hold flock(2) on `fd`. Busy after `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    pause = 0.0005
-    while True:
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise Busy(
-                    f"{what}: locked by another process for {wait_s:g} s", hint="try again"
-                ) from None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-    try:
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 # -- threads in a namespace ----------------------------------------------------------------
@@ -160,15 +132,18 @@ def enter_namespace(path: Path) -> None:
         setns(fd, CLONE_NEWNS)
 
 
-def prune_mounts(needed: Iterable[Path]) -> None:
-    """Unmount everything in the calling thread's private namespace that `needed` does not need.
+def prune_mounts(needed: Iterable[Path], trees: Iterable[Path] = ()) -> None:
+    """Unmount in the calling thread's private namespace what it does not need.
 
-    Kept: mounts on the way to a needed path, and below it.
+    Kept: mounts that a path in `needed` lies on, and those below a path in `trees`.
     """
-    paths = [Path(os.path.realpath(path)) for path in needed]
+    below = [Path(os.path.realpath(path)) for path in trees]
+    paths = [Path(os.path.realpath(path)) for path in needed] + below
     for found in reversed(mounts_here()):
         point = found.point
-        if not any(path.is_relative_to(point) or point.is_relative_to(path) for path in paths):
+        if any(path.is_relative_to(point) for path in paths):
+            continue
+        if not any(point.is_relative_to(tree) for tree in below):
             umount(point, detach=True)
 
 
@@ -198,8 +173,7 @@ def pin_namespace(path: Path, prepare: Callable[[], None]) -> bool:
         return False
     place = path.parent
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(place.parent / f"{place.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with closing(lock), locked(lock, f"namespace {path}"):
+    with locked_file(place.parent / f"{place.name}.lock", f"namespace {path}"):
         if is_pinned(path):
             return False
         place.mkdir(mode=0o700, exist_ok=True)
