@@ -1,0 +1,152 @@
+"""Optimize and heat: the same bytes from fewer, sequential reads; nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from dsecfs.cache.chunkcache import ChunkCache
+from dsecfs.errors import Corrupt
+from dsecfs.layers.digest import Digest, sha256
+from dsecfs.layers.erofs.reader import ErofsImage
+from dsecfs.layers.head import LayerHead
+from dsecfs.layers.heat import heat
+from dsecfs.layers.local import LocalLayers
+from dsecfs.layers.names import parse_name
+from dsecfs.layers.optimize import HotBlob, optimize
+from dsecfs.layers.publish import BlobOptions, Meta, publish_source
+from dsecfs.layers.reach import layout_sequences, read_newest_layout
+from dsecfs.layers.sources.image import open_image
+from dsecfs.layers.trace import Access, Trace, TracedLayer, trace_chunks
+from dsecfs.nodedirs import NodeDirs
+from dsecfs.store.base import object_key
+from dsecfs.store.directory import DirectoryStore
+from dsecfs.store.faults import CountingStore
+
+CHUNK = 65536
+FILES = 40
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "store", create=True)
+
+
+@pytest.fixture
+def head(store: DirectoryStore, tmp_path: Path) -> LayerHead:
+    source = tmp_path / "source"
+    source.mkdir()
+    rng = random.Random(1)
+    for i in range(FILES):
+        (source / f"f{i:02d}").write_bytes(rng.randbytes(70_000) + bytes(100_000) + b"x" * 50_000)
+    with open_image(f"dir:{source}", platform="linux/amd64") as image:
+        return publish_source(
+            store,
+            image.layers[0],
+            parse_name("base/b:1"),
+            Meta("base", "linux/amd64"),
+            options=BlobOptions(chunk_size=CHUNK),
+        ).head
+
+
+def hot_blobs(head: LayerHead) -> dict[Digest, HotBlob]:
+    return {
+        ref.digest: HotBlob(ref, digests)
+        for ref, digests in zip(head.manifest.blobs, head.chunk_digests, strict=True)
+    }
+
+
+def accesses() -> list[Access]:
+    """Every third file, last first."""
+    return [Access(b"f%02d" % i, 0, 70_000) for i in range(FILES - 1, 0, -3)]
+
+
+def read_all(store: CountingStore, head: LayerHead, root: Path, chunks: list[int]) -> bytes:
+    """Prefetch `chunks` into an empty cache, then read the whole blob."""
+    dirs = NodeDirs(root / "data", root / "run")
+    dirs.create()
+    LocalLayers(store, dirs).ensure(head.digest)
+    cache = ChunkCache(dirs, store, max_bytes=1 << 30)
+    try:
+        blob = head.manifest.blobs[0]
+        store.stats(reset=True)
+        handle = cache.prefetch([(blob.digest, chunks)])
+        assert handle.wait(30)
+        fetched.append(store.stats().ops["get_range"].requests)
+        return bytes(cache.open(blob.digest).read(0, blob.size))
+    finally:
+        cache.close()
+
+
+fetched: list[int] = []
+
+
+def test_hot_chunks_lie_back_to_back_in_order_and_all_bytes_stay(
+    store: DirectoryStore, head: LayerHead, tmp_path: Path
+) -> None:
+    fetched.clear()
+    blob = head.manifest.blobs[0]
+    image = ErofsImage(head.erofs)
+    order = trace_chunks(accesses(), [TracedLayer(head.manifest.blobs, image)])
+    chunks = [chunk for _, chunk in order]
+    counting = CountingStore(store)
+    before = read_all(counting, head, tmp_path / "one", chunks)
+    done = optimize(store, order, hot_blobs(head))
+    assert done.object is not None and done.blobs == 1 and 0 < done.chunks <= len(chunks)
+    assert store.stat(object_key(done.object)).size == done.stored
+    _, layout = read_newest_layout(store, blob)
+    assert layout.hot == tuple(chunks)
+    hot = [layout.places[c] for c in chunks if layout.places[c].stored]
+    assert all(layout.objects[p.object] == done.object for p in hot)
+    assert [p.offset for p in hot] == [sum(q.stored for q in hot[:i]) for i in range(len(hot))]
+    after = read_all(counting, head, tmp_path / "two", chunks)
+    assert after == before
+    assert fetched[1] == 1 < fetched[0]
+
+
+def test_a_second_run_replaces_the_order_and_keeps_the_first_layout_readable(
+    store: DirectoryStore, head: LayerHead
+) -> None:
+    blob = head.manifest.blobs[0]
+    first = [(blob.digest, c) for c in range(0, 20)]
+    second = [(blob.digest, c) for c in range(30, 10, -1)]
+    optimize(store, first, hot_blobs(head))
+    optimize(store, second, hot_blobs(head))
+    assert layout_sequences(store, blob.digest) == [1, 2, 3]
+    _, layout = read_newest_layout(store, blob)
+    assert layout.hot == tuple(c for _, c in second)
+
+
+def test_chunks_of_unknown_blobs_and_nothing_at_all_write_nothing(
+    store: DirectoryStore, head: LayerHead
+) -> None:
+    before = {i.key for i in store.list("")}
+    assert optimize(store, [(sha256(b"other"), 3)], hot_blobs(head)).object is None
+    assert {i.key for i in store.list("")} == before
+
+
+def test_a_damaged_object_is_refused_and_the_old_layout_stays(
+    store: DirectoryStore, head: LayerHead
+) -> None:
+    blob = head.manifest.blobs[0]
+    path = store.root / next(store.list("objects/")).key
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match="chunk 0 of blob"):
+        optimize(store, [(blob.digest, 0)], hot_blobs(head))
+    assert layout_sequences(store, blob.digest) == [1]
+
+
+def test_heat_counts_files_bytes_and_chunks(head: LayerHead) -> None:
+    image = ErofsImage(head.erofs)
+    trace = Trace(sha256(b"env"), (*accesses(), Access(b"f39", 70_000, 1000), Access(b"no", 0, 9)))
+    report = heat(trace, [TracedLayer(head.manifest.blobs, image)])
+    assert [f.path for f in report.files[:2]] == [b"f39", b"f36"]
+    assert report.files[0].read == 71_000 and report.files[0].size == 220_000
+    assert report.total_files == FILES and report.total_bytes == FILES * 220_000
+    assert report.read == 71_000 + 12 * 70_000
+    assert report.chunk_bytes == report.chunks * CHUNK
+    assert report.by_directory(1) == [(b"", 13, report.read)]
