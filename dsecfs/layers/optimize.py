@@ -59,6 +59,7 @@ def optimize(
 ) -> Optimized:
     """Write one hot object with the chunks `order` (blob, number), and new layouts.
 
+    Blobs follow each other in the order of their first chunk.
     Chunks of blobs that are not in `blobs` are left out. `progress` gets bytes done and in
     all. Raises Corrupt if the store holds something else than the digests say, Conflict if
     others replace the layouts all the time, StoreError.
@@ -92,7 +93,7 @@ def _attempt(
     copies: list[_Copy] = []
     hot: dict[Digest, list[int]] = {}
     end = 0
-    for blob, chunk in dict.fromkeys(order):
+    for blob, chunk in _by_blob(order):
         if blob not in blobs:
             continue
         if blob not in layouts:
@@ -129,6 +130,16 @@ def _attempt(
         if layout_sequences(store, blob)[-1] < sequence + 1:
             return None
     return Optimized(digest, len(copies), end, len(hot))
+
+
+def _by_blob(order: Sequence[tuple[Digest, int]]) -> Iterator[tuple[Digest, int]]:
+    """Each chunk once; one blob's after the other's, so that each is one run of bytes."""
+    grouped: dict[Digest, dict[int, None]] = {}
+    for blob, chunk in order:
+        grouped.setdefault(blob, {})[chunk] = None
+    for blob, chunks in grouped.items():
+        for chunk in chunks:
+            yield blob, chunk
 
 
 def _read(store: Store, copies: Sequence[_Copy]) -> Iterator[tuple[_Copy, memoryview]]:
