@@ -273,12 +273,14 @@ class LayerMounts:
                     )
                 except FileNotFoundError:
                     continue  # removed between the two steps by who saw it empty
-                yield place
-                if not any(_GENERATION.match(name) for name in os.listdir(place)):
-                    # The lock goes last: who waits for it sees that and starts again.
-                    (place / "lock").unlink(missing_ok=True)
-                    with contextlib.suppress(OSError):
-                        place.rmdir()
+                try:
+                    yield place
+                finally:
+                    if not any(_GENERATION.match(name) for name in os.listdir(place)):
+                        # The lock goes last: who waits for it sees that and starts again.
+                        (place / "lock").unlink(missing_ok=True)
+                        with contextlib.suppress(OSError):
+                            place.rmdir()
                 return
 
     def _generations(self, place: Path) -> list[_Generation]:
