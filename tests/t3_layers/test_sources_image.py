@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import hashlib
 import json
@@ -430,6 +431,12 @@ HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], None], type[DsecfsError
         Unsupported,
         "application/wasm",
     ),
+    "media type": (
+        "manifest",
+        lambda m: m["layers"][0].update(mediaType="\ud800"),
+        Unsupported,
+        "layer 1 is a",
+    ),
     "Env": ("config", lambda c: c["config"].update(Env=[1]), FormatError, "'Env'"),
     "Cmd": ("config", lambda c: c["config"].update(Cmd="sh"), FormatError, "'Cmd'"),
     "diff ids": ("config", lambda c: c["rootfs"].update(diff_ids=["x"] * 4), BadInput, "digest"),
@@ -483,7 +490,13 @@ def test_specs(tmp_path: Path) -> None:
     for spec in ("oci:/no/such:tag", "oci-archive:/no/such", "docker-archive:/no/such:x"):
         with pytest.raises(NotFound, match="/no/such"):
             open_image(spec)
+    for spec in ("tar:/no/such", "dir:/no/such", "upper:/no/such"):
+        with pytest.raises(NotFound, match="/no/such"):
+            open_image(spec)
     (tmp_path / "d/sub").mkdir(parents=True)
+    for spec in (f"tar:{tmp_path}", f"dir:{__file__}"):
+        with pytest.raises(BadInput, match="not a"):
+            open_image(spec)
     (tmp_path / "a.tar").write_bytes(archive(member("f", data=b"x")))
     with open_image(f"tar:{tmp_path}/a.tar") as image:
         assert list(image.layers[0].load(MemorySink()).root.children or ()) == [b"f"]
@@ -496,16 +509,25 @@ def test_specs(tmp_path: Path) -> None:
 def test_config_of_nulls() -> None:
     config, diff_ids = parse_config(b'{"config": null, "os": null, "rootfs": null}', "config")
     assert config.env == {} and diff_ids == [] and config.platform.os == "linux"
-    config, _ = parse_config(b'{"config": {"Env": ["=odd", "bare", "NUL=\\u0000"]}}', "config")
-    assert config.env == {"bare": ""}
+    config, _ = parse_config(
+        b'{"config": {"Env": ["=odd", "bare"], "User": "\\ud83d\\ude00"}}', "c"
+    )
+    assert config.env == {"bare": ""} and config.user == "\N{GRINNING FACE}"
+    for bad in ('"Cmd": ["a\\u0000"]', '"User": "\\ud800"', '"Labels": {"\\udfff": ""}'):
+        with pytest.raises(FormatError, match="c: not usable as text"):
+            parse_config(f'{{"config": {{{bad}}}}}'.encode(), "c")
 
 
 # Registries.
 
 
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
-    """HOST:PORT of a registry of our own, without TLS."""
+HTPASSWD = "joe:$2b$04$2KYxpwScRT2GoeffNd99POnf1TpZgsTo7Wp6WkA2cdjp.IkiU2e62"
+"""joe, hunter2, by bcrypt."""
+
+
+@pytest.fixture(params=["open", "private"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """HOST:PORT of a registry of our own, without TLS; the private one asks for a password."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -515,6 +537,10 @@ def registry(tmp_path: Path) -> Iterator[str]:
         f"storage: {{filesystem: {{rootdirectory: {tmp_path}/registry}}}}\n"
         f"http: {{addr: '127.0.0.1:{port}'}}\n"
     )
+    (tmp_path / "htpasswd").write_text(HTPASSWD + "\n")
+    if request.param == "private":
+        with config.open("a") as f:
+            f.write(f"auth: {{htpasswd: {{realm: r, path: '{tmp_path}/htpasswd'}}}}\n")
     process = subprocess.Popen(
         ["docker-registry", "serve", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -536,10 +562,14 @@ def registry(tmp_path: Path) -> Iterator[str]:
 @need("skopeo", "docker-registry")
 def test_registry(registry: str, layout: Path, tmp_path: Path) -> None:
     name = f"docker://{registry}/swe/django:1"
-    run("skopeo", "copy", "--quiet", "--dest-tls-verify=false", f"oci:{layout}:latest", name)
+    authfile = tmp_path / "auth.json"
+    login = base64.b64encode(b"joe:hunter2").decode()
+    authfile.write_text(json.dumps({"auths": {registry: {"auth": login}}}))
+    push = ("skopeo", "copy", "--quiet", "--dest-tls-verify=false", "--authfile", authfile)
+    run(*push, f"oci:{layout}:latest", name)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    options = RegistryOptions(tls_verify=False, scratch=scratch, timeout_s=60)
+    options = RegistryOptions(authfile, tls_verify=False, scratch=scratch, timeout_s=60)
     with open_image(name, registry=options) as image:
         check_whole(image)
         assert list(scratch.iterdir()) != []
@@ -547,7 +577,14 @@ def test_registry(registry: str, layout: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="django:2: not in the registry"):
         open_image(name.replace(":1", ":2"), registry=options)
     with pytest.raises(BadInput, match="TLS"):
-        open_image(name, registry=RegistryOptions(scratch=scratch, timeout_s=60))
+        open_image(name, registry=RegistryOptions(authfile, scratch=scratch, timeout_s=60))
+    if "auth:" in (tmp_path / "registry.yml").read_text():
+        login = base64.b64encode(b"joe:hunter3").decode()
+        authfile.write_text(json.dumps({"auths": {registry: {"auth": login}}}))
+        with pytest.raises(BadInput, match="credentials") as e:
+            open_image(name, registry=options)
+        assert "hunter" not in str(e.value) and login not in str(e.value)
+        return
     with pytest.raises(BadInput, match="not for linux/arm64|no image"):
         open_image(name, platform="linux/arm64", registry=options)
     assert list(scratch.iterdir()) == []

@@ -138,6 +138,11 @@ def show(name: bytes) -> str:
     return text + "…" if len(name) > 200 else text
 
 
+def show_text(text: str) -> str:
+    """`show` for text, in which paths and JSON from outside may have lone surrogates."""
+    return show(text.encode("utf-8", "backslashreplace"))
+
+
 _OVERLAY = (b"trusted.overlay.", b"user.overlay.")
 
 

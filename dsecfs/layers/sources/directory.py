@@ -27,6 +27,7 @@ from dsecfs.layers.sources.base import (
     align_segments,
     keep_xattrs,
     show,
+    show_text,
 )
 from dsecfs.layers.sources.streams import Progress
 from dsecfs.layers.tree import Extent, Inode
@@ -121,7 +122,8 @@ class DirectoryReader:
         return SourceTree(root, notes=self._notes.lines())
 
     def _label(self) -> str:
-        return f"{self._top}/{show(self._path)}" if self._path else self._top
+        top = show_text(self._top)
+        return f"{top}/{show(self._path)}" if self._path else top
 
     def _fail(self, e: OSError) -> NoReturn:
         if e.errno in (errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.ESTALE):

@@ -76,7 +76,8 @@ def _saved(spec: str, files: ArchiveFiles, name: str, platform: Platform | None)
     check_platform(config.platform, platform, files.what)
     if len(diff_ids) != len(layers) or len(layers) > MAX_LAYERS:
         raise BadInput(
-            f"{what}: {len(layers)} layers for {len(diff_ids)} diff ids, at most {MAX_LAYERS} allowed"
+            f"{what}: {len(layers)} layers for {len(diff_ids)} diff ids "
+            f"(at most {MAX_LAYERS} are allowed)"
         )
     loaded = []
     for number, (layer, diff_id) in enumerate(zip(layers, diff_ids, strict=True), 1):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import platform as host
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dsecfs.errors import BadInput, FormatError
+from dsecfs.errors import BadInput, FormatError, NotFound
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.manifest import load_json
 from dsecfs.layers.sources.base import (
@@ -26,7 +27,7 @@ from dsecfs.layers.sources.base import (
     DataSink,
     Limits,
     SourceTree,
-    show,
+    show_text,
 )
 from dsecfs.layers.sources.decompress import decompressed
 from dsecfs.layers.sources.streams import Counting, Progress, ReadAhead, Verified, drain
@@ -189,6 +190,21 @@ def open_image(spec: str, *, platform: str = "", registry: RegistryOptions | Non
 def _open_plain(spec: str, kind: str, path: str, platform: Platform) -> Image:
     """Sources that are one tree without a configuration."""
 
+    if kind not in ("tar", "dir", "upper"):
+        raise BadInput(
+            f"unknown kind of source {kind[:40]!r}",
+            hint="expected oci, oci-archive, docker-archive, docker, tar, dir or upper",
+        )
+    size = 0
+    if path != "-" or kind != "tar":
+        try:
+            st = os.stat(path)
+        except FileNotFoundError:
+            raise NotFound(f"{show_text(path)}: no such file or directory") from None
+        if stat.S_ISDIR(st.st_mode) != (kind != "tar"):
+            raise BadInput(f"{show_text(path)}: not a {'file' if kind == 'tar' else 'directory'}")
+        size = st.st_size if kind == "tar" else 0
+
     def load(sink: DataSink, limits: Limits, progress: Progress | None) -> SourceTree:
         if kind == "tar":
             return read_tar_file(path, sink, limits=limits, progress=progress)
@@ -199,24 +215,24 @@ def _open_plain(spec: str, kind: str, path: str, platform: Platform) -> Image:
             return read_directory(path, sink, limits=limits, progress=progress)
         return read_upper(path, sink, limits=limits, progress=progress)
 
-    if kind not in ("tar", "dir", "upper"):
-        raise BadInput(
-            f"unknown kind of source {kind[:40]!r}",
-            hint="expected oci, oci-archive, docker-archive, docker, tar, dir or upper",
-        )
-    size = os.stat(path).st_size if kind == "tar" and path != "-" else 0
     return Image(spec, ImageConfig(platform), (ImageLayer(None, size, load),))
 
 
 def parse_config(data: bytes, what: str) -> tuple[ImageConfig, list[str]]:
     """An image configuration (OCI or docker) and its diff ids as they stand there.
 
-    Unknown keys are ignored, it is not our format; known ones must have the right type.
-    Raises FormatError.
+    Unknown keys are ignored, it is not our format; known ones must have the right type and
+    be text that a process can get. Raises FormatError.
     """
     top = load_json(data, what)
     if not isinstance(top, dict):
         raise FormatError(f"{what}: expected a JSON object")
+
+    def check(text: str) -> str:
+        # JSON can hold NULs and lone surrogates; no argument or variable of a process can.
+        if "\0" in text or not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise FormatError(f"{what}: not usable as text: {show_text(text)!r}")
+        return text
 
     def take(where: dict[str, Any], key: str, kind: type, default: Any) -> Any:
         value = where.get(key)
@@ -224,19 +240,19 @@ def parse_config(data: bytes, what: str) -> tuple[ImageConfig, list[str]]:
             return default
         if not isinstance(value, kind):
             raise FormatError(f"{what}: {key!r} has the wrong type")
-        return value
+        return check(value) if isinstance(value, str) else value
 
     def strings(where: dict[str, Any], key: str) -> tuple[str, ...]:
         value = take(where, key, list, [])
         if not all(isinstance(v, str) for v in value):
             raise FormatError(f"{what}: {key!r} must be a list of strings")
-        return tuple(value)
+        return tuple(map(check, value))
 
     config = take(top, "config", dict, {})
     env: dict[str, str] = {}
     for item in strings(config, "Env"):
         name, _, value = item.partition("=")
-        if name and "\0" not in item:
+        if name:
             env[name] = value
     labels = take(config, "Labels", dict, {})
     if not all(isinstance(v, str) for v in labels.values()):
@@ -254,9 +270,9 @@ def parse_config(data: bytes, what: str) -> tuple[ImageConfig, list[str]]:
         strings(config, "Entrypoint"),
         strings(config, "Cmd"),
         strings(config, "Shell"),
-        dict(labels),
-        tuple(sorted(take(config, "ExposedPorts", dict, {}))),
-        tuple(sorted(take(config, "Volumes", dict, {}))),
+        {check(k): check(v) for k, v in labels.items()},
+        tuple(sorted(map(check, take(config, "ExposedPorts", dict, {})))),
+        tuple(sorted(map(check, take(config, "Volumes", dict, {})))),
         take(config, "StopSignal", str, ""),
     )
     return parsed, list(strings(rootfs, "diff_ids"))
@@ -295,6 +311,6 @@ def check_platform(found: Platform, wanted: Platform | None, what: str) -> None:
     """Raise BadInput if an image is for another platform than was asked for."""
     if wanted is not None and not wanted.accepts(found):
         raise BadInput(
-            f"{what}: it is for {show(str(found).encode())}, not for {wanted}",
+            f"{what}: it is for {show_text(str(found))}, not for {wanted}",
             hint=f"leave the platform out to take it as it is, or find one for {wanted}",
         )

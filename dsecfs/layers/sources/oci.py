@@ -25,7 +25,7 @@ from dsecfs.layers.sources.base import (
     DataSink,
     Limits,
     SourceTree,
-    show,
+    show_text,
 )
 from dsecfs.layers.sources.decompress import decompressed, detect
 from dsecfs.layers.sources.image import (
@@ -85,7 +85,7 @@ class DirectoryFiles:
     """Files below a directory that the user named."""
 
     def __init__(self, path: str) -> None:
-        self.what = f"image {path}"
+        self.what = f"image {show_text(path)}"
         self._path = path
         if not os.path.isdir(path):
             raise NotFound(f"{self.what}: no such directory")
@@ -104,13 +104,11 @@ class DirectoryFiles:
     def open(self, name: str) -> tuple[Range, Callable[[], None]]:
         size = self.size(name)
         if size is None:
-            raise NotFound(
-                f"{self.what}: {show(name.encode())} is missing", hint="get the image again"
-            )
+            raise NotFound(f"{self.what}: {show_text(name)} is missing", hint="get the image again")
         fd = self._fd(name)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise BadInput(f"{self.what}: {show(name.encode())} is not a regular file")
+            raise BadInput(f"{self.what}: {show_text(name)} is not a regular file")
         return Range(fd, 0, size), lambda: os.close(fd)
 
     def close(self) -> None:
@@ -121,7 +119,7 @@ class ArchiveFiles:
     """Files in a tar archive, indexed once. A compressed one is inflated to a temporary file."""
 
     def __init__(self, path: str, limits: Limits = DEFAULT_LIMITS) -> None:
-        self.what = f"archive {path}"
+        self.what = f"archive {show_text(path)}"
         self._places: dict[str, tuple[int, int]] = {}
         self._links: dict[str, str] = {}
         try:
@@ -186,7 +184,7 @@ class ArchiveFiles:
     def open(self, name: str) -> tuple[Range, Callable[[], None]]:
         place = self._place(name)
         if place is None:
-            raise NotFound(f"{self.what}: {show(name.encode('utf-8', 'replace'))} is missing")
+            raise NotFound(f"{self.what}: {show_text(name)} is missing")
         return Range(self._file.fileno(), *place), lambda: None
 
     def close(self) -> None:
@@ -215,7 +213,7 @@ def read_whole(files: Files, name: str, limit: int = MAX_JSON) -> bytes:
     size = files.size(name)
     if size is not None and size > limit:
         raise BadInput(
-            f"{files.what}: {show(name.encode())} has {size} bytes, at most {limit} are allowed"
+            f"{files.what}: {show_text(name)} has {size} bytes, at most {limit} are allowed"
         )
     stream, close = files.open(name)
     try:
@@ -359,9 +357,7 @@ def _pick(
             has = (
                 ", ".join(sorted({str(e.platform) for e in entries if e.platform})) or "none named"
             )
-            raise NotFound(
-                f"{files.what}: no image for {wanted}", hint=f"it has {show(has.encode())}"
-            )
+            raise NotFound(f"{files.what}: no image for {wanted}", hint=f"it has {show_text(has)}")
         chosen = fitting[0]
     if chosen.media_type in INDEX_TYPES:
         what = f"{files.what}: index sha256:{chosen.digest[:12]}"
@@ -377,7 +373,7 @@ def image_of_manifest(
     what = f"{files.what}: manifest sha256:{chosen.digest[:12]}"
     if chosen.media_type and chosen.media_type not in MANIFEST_TYPES:
         raise Unsupported(
-            f"{what}: is a {show(chosen.media_type.encode())}, not an image manifest",
+            f"{what}: is a {show_text(chosen.media_type)}, not an image manifest",
             hint="convert it with skopeo copy",
         )
     manifest = _object(read_blob(files, chosen.digest), what)
@@ -389,13 +385,14 @@ def image_of_manifest(
     check_platform(config.platform, platform, files.what)
     if len(diff_ids) != len(layers) or len(layers) > MAX_LAYERS:
         raise BadInput(
-            f"{what}: {len(layers)} layers for {len(diff_ids)} diff ids, at most {MAX_LAYERS} allowed"
+            f"{what}: {len(layers)} layers for {len(diff_ids)} diff ids "
+            f"(at most {MAX_LAYERS} are allowed)"
         )
     loaded = []
     for number, (layer, diff_id) in enumerate(zip(layers, diff_ids, strict=True), 1):
         kind = layer.media_type
         if "tar" not in kind or kind.endswith("+encrypted"):
-            raise Unsupported(f"{what}: layer {number} is a {show(kind.encode())}, expected a tar")
+            raise Unsupported(f"{what}: layer {number} is a {show_text(kind)}, expected a tar")
         name = blob_name(layer.digest)
         if files.size(name) is None:
             raise NotFound(f"{what}: layer {number} (sha256:{layer.digest}) is missing")

@@ -23,7 +23,9 @@ _REFERENCE = re.compile(
 """HOST[:PORT]/NAME[:TAG][@DIGEST] after docker's distribution reference grammar."""
 
 _SECRETS = re.compile(
-    r"(?i)(//)[^/@\s]+@|((?:bearer|basic)\s+)\S+|((?:token|password|secret|authorization)[\"']?[=:]\s*)(?:(?:bearer|basic)\s+)?\S+"
+    r"(?i)(//)[^/@\s]+@"
+    r"|((?:token|password|secret|authorization)[\"']?[=:]\s*)(?:(?:bearer|basic)\s+)?\S+"
+    r"|((?:bearer|basic)\s+)\S+"
 )
 
 

@@ -31,12 +31,13 @@ from dsecfs.layers.sources.base import (
     align_segments,
     keep_xattrs,
     show,
+    show_text,
 )
 from dsecfs.layers.sources.build import TreeBuilder
 from dsecfs.layers.sources.decompress import decompressed, is_compressed
 from dsecfs.layers.sources.streams import Counting, Progress, ReadAhead
 from dsecfs.layers.sources.tarformat import BLK, CHR, DIR, FIFO, LINK, REG, SYM, TarEntry, TarReader
-from dsecfs.layers.tree import Extent, Inode
+from dsecfs.layers.tree import Extent, Inode, walk
 
 _TYPES: Final = {
     REG: stat.S_IFREG,
@@ -69,7 +70,7 @@ def read_tar_file(
     `progress` counts compressed bytes. Raises OSError for the path itself, otherwise as
     `read_tar`.
     """
-    what = "standard input" if path == "-" else f"archive {path}"
+    what = "standard input" if path == "-" else f"archive {show_text(path)}"
     with open(0 if path == "-" else path, "rb", buffering=0, closefd=path != "-") as file:
         raw = file if progress is None else Counting(file, progress)
         stream = decompressed(raw, limits, what)
@@ -123,6 +124,9 @@ class _Loader:
                 self._builder.place(entry.name, self._inode(entry))
         if not self._reader.complete:
             self._notes.add(f"{self._what}: no end mark: it may have been truncated")
+        if self._links:  # some may have been replaced by a later entry
+            there = {inode for _, inode in walk(self._builder.root)}
+            self._links = {node: to for node, to in self._links.items() if node in there}
         return SourceTree(
             self._builder.root,
             frozenset(self._builder.implied),
@@ -190,7 +194,8 @@ class _Loader:
             inode.rdev = os.makedev(entry.major, entry.minor)
             if inode.is_whiteout and not self._whiteouts:
                 raise UnsafeArchive(
-                    f"{self._reader.label()}: a character device 0:0, which overlayfs takes for a whiteout",
+                    f"{self._reader.label()}: a character device 0:0, "
+                    "which overlayfs takes for a whiteout",
                     hint="publish the upper directory of an overlay as upper:DIRECTORY",
                 )
         if entry.xattrs or entry.acls:
