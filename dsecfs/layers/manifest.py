@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsecfs.errors import FormatError, TooNew
+from dsecfs.errors import BadInput, FormatError, TooNew
 from dsecfs.layers.digest import Digest, check_chunk_size, chunk_count, parse_digest
 from dsecfs.layers.names import LAYER_KINDS
 
@@ -21,10 +21,18 @@ MAX_MANIFEST = 4 * 1024 * 1024
 
 
 def canonical_json(value: object) -> bytes:
-    """The one byte string of a JSON value."""
-    return json.dumps(
+    """The one byte string of a JSON value. Raises BadInput for text that is no Unicode."""
+    text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
+    )
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        # A lone surrogate: bytes of a command line, or \ud800 in JSON from outside.
+        raise BadInput(
+            f"text that is not valid Unicode: {text[max(e.start - 20, 0) : e.end]!r}",
+            hint="names, labels and variables must be UTF-8",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,8 @@ def test_the_stored_form() -> None:
     assert parse_environment(expected.encode()) == manifest
 
 
-names = st.text(st.characters(blacklist_characters="=\0", blacklist_categories=("Cs",)), min_size=1)
-texts = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)))
+names = st.text(st.characters(exclude_characters="=\0", codec="utf-8"), min_size=1)
+texts = st.text(st.characters(exclude_characters="\0", codec="utf-8"))
 digests = st.sampled_from([A, B, C, D, E])
 environments = st.builds(
     Environment,
@@ -140,6 +140,15 @@ def test_what_is_refused_and_why() -> None:
 
 
 FULL_JSON = EnvironmentManifest({"linux/amd64": FULL}).to_json()
+
+
+def test_text_that_is_no_unicode() -> None:
+    escaped = FULL_JSON.replace(b'"X":"1"', b'"X":"\\ud800"')
+    assert escaped != FULL_JSON
+    with pytest.raises(BadInput, match="not valid Unicode"):
+        parse_environment(escaped)
+    with pytest.raises(BadInput, match="not valid Unicode"):
+        EnvironmentManifest({"linux/amd64": FULL}, {"from": "argv \udcff"}).to_json()
 
 
 def test_layers_from_the_bottom() -> None:
