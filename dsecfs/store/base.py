@@ -53,7 +53,8 @@ class Store(Protocol):
 
         A file object is read from its position to its end without holding it in memory;
         it must be seekable, so that a failed attempt can begin again. May use multipart
-        uploads. Afterwards `stat` gives a time that is not older than this call.
+        uploads. Afterwards `stat` gives a time that is not older than this call
+        (S3 counts whole seconds).
         """
 
     def get(self, key: str, *, max_size: int = 1 << 30) -> bytes:

@@ -180,8 +180,8 @@ class DirectoryStore:
             try:
                 with self._open("/".join(parents) or ".", _DIR) as directory:
                     os.unlink(name, dir_fd=directory)
-            except (FileNotFoundError, NotADirectoryError):
-                return
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return  # no object, perhaps a directory of others
             while parents:
                 name = parents.pop()
                 try:

@@ -182,9 +182,11 @@ class RetryingStore:
         return (retry_after_s or 0.0) + self._rng.uniform(0.0, ceiling)
 
     def _give_up(self, e: StoreUnavailable, failures: int, spent: float) -> StoreUnavailable:
+        short = isinstance(e, ShortRead)
+        hint = "is the object whole?" if short else "is the store reachable? then try again"
         times = "once" if failures == 1 else f"{failures} times in {spent:.1f} s"
         return type(e)(
             f"{e.message} (tried {times})",
-            hint=e.hint or "is the store reachable? then try again",
+            hint=e.hint or hint,
             retry_after_s=e.retry_after_s,
         )

@@ -345,10 +345,8 @@ class S3Store:
         """Everything under `below` in the server's order, from somewhere before `after`."""
         query = {"Bucket": self.settings.bucket, "Prefix": self._base + below}
         if after.startswith(below):
-            # Up to the first "-" or "." of the component below the prefix: such a start
-            # lies before every key larger than `after` in both orders.
             top = after[len(below) :].partition("/")[0]
-            if start := re.split("[-.]", top)[0]:
+            if start := _before(re.split("[-.]", top)[0]):
                 query["StartAfter"] = self._base + below + start
         with self._doing("list", below or "it"):
             pages = iter(
@@ -428,6 +426,7 @@ class S3Store:
             reader = make_obstore_reader(
                 self.url,
                 bucket=self.settings.bucket,
+                base=self._base,
                 endpoint=self.settings.endpoint,
                 region=self._region(),
                 by_path=self.settings.by_path,
@@ -442,6 +441,18 @@ class S3Store:
         if self._client is None:
             self._client = self._new_client()
         return make_boto3_reader(self.url, self.settings.bucket, self._client, READ_TIMEOUT_S)
+
+
+def _before(name: str) -> str:
+    """A string shortly before `name` in both orders that no key begins with.
+
+    `name` is a component up to its first "-" or "."; only from there on do the orders differ.
+    Not `name` itself: SeaweedFS leaves out a whole directory when it is the start.
+    """
+    if not name:
+        return ""
+    last = "." if name[-1] == "0" else chr(ord(name[-1]) - 1)
+    return f"{name[:-1]}{last}~"
 
 
 def _part_size(size: int) -> int:

@@ -46,12 +46,13 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\Z")
 
 
 class _ObstoreReader:
-    def __init__(self, url: str, bucket: str, store: Any) -> None:
+    def __init__(self, url: str, bucket: str, base: str, store: Any) -> None:
         import obstore
         from obstore.exceptions import BaseError
 
         self._url = url
         self._bucket = bucket
+        self._base = base
         self._store = store
         self._get = obstore.get
         # obstore raises Python's own exception for a missing object.
@@ -84,6 +85,7 @@ class _ObstoreReader:
         return Piece(b"", 0, meta["e_tag"] or "")
 
     def _explain(self, e: Exception, name: str) -> Exception:
+        name = name.removeprefix(self._base)
         text = str(e)
         status = _STATUS.search(text)
         code = _CODE.search(text)
@@ -160,6 +162,7 @@ def make_obstore_reader(
     url: str,
     *,
     bucket: str,
+    base: str,
     endpoint: str | None,
     region: str,
     by_path: bool,
@@ -167,7 +170,10 @@ def make_obstore_reader(
     connect_timeout_s: float,
     timeout_s: float,
 ) -> Reader | None:
-    """A reader over obstore, with botocore's `credentials`. None if it is not installed."""
+    """A reader over obstore, with botocore's `credentials`. None if it is not installed.
+
+    `base` is the store's prefix in the bucket: errors name keys without it.
+    """
     try:
         from obstore.store import S3Store as ObstoreS3
     except ImportError:
@@ -205,7 +211,7 @@ def make_obstore_reader(
         retry_config={"max_retries": 0},
         credential_provider=provide,
     )
-    return _ObstoreReader(url, bucket, store)
+    return _ObstoreReader(url, bucket, base, store)
 
 
 def make_boto3_reader(url: str, bucket: str, client: Any, timeout_s: float) -> Reader:
