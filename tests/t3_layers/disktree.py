@@ -24,7 +24,7 @@ def disk_listing(top: str, *, xattrs: bool = True) -> dict[bytes, tuple[Any, ...
         path = todo.pop()
         full = os.path.join(base, path) if path else base
         st = os.lstat(full)
-        names = sorted(os.listdir(full)) if stat.S_ISDIR(st.st_mode) else []
+        names: list[bytes] = sorted(os.listdir(full)) if stat.S_ISDIR(st.st_mode) else []
         # overlayfs lists whiteouts of a directory that it does not merge with another.
         names = [n for n in names if os.path.lexists(os.path.join(full, n))]
         attrs: dict[bytes, bytes] = {}
@@ -53,8 +53,8 @@ def disk_listing(top: str, *, xattrs: bool = True) -> dict[bytes, tuple[Any, ...
     for path in walk_order(out):
         st = os.lstat(os.path.join(base, path) if path else base)
         if not stat.S_ISDIR(st.st_mode):
-            name = first.setdefault((st.st_dev, st.st_ino), path)
-            out[path] = (*out[path][:8], name, out[path][9])
+            earliest = first.setdefault((st.st_dev, st.st_ino), path)
+            out[path] = (*out[path][:8], earliest, out[path][9])
     return out
 
 

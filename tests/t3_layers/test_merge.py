@@ -41,10 +41,8 @@ why_not = overlay_works()
 kernel = pytest.mark.skipif(bool(why_not), reason=why_not or "overlayfs")
 
 
-def file(body: bytes, **fields: int) -> Inode:
-    return Inode(
-        stat.S_IFREG | 0o644, size=len(body), extents=(Extent(0, 0, 0, len(body)),), **fields
-    )  # type: ignore[arg-type]
+def file(body: bytes) -> Inode:
+    return Inode(stat.S_IFREG | 0o644, size=len(body), extents=(Extent(0, 0, 0, len(body)),))
 
 
 def tree(**children: Inode) -> Inode:
@@ -286,8 +284,10 @@ def test_whiteouts_under_an_opaque_directory_are_not_kept() -> None:
 def test_deep_trees_do_not_recurse() -> None:
     root = node = directory()
     for _ in range(5000):
+        below = directory()
         assert node.children is not None
-        node.children[b"d"] = node = directory()
+        node.children[b"d"] = below
+        node = below
     merged = merge([LayerTree(root, ["a"]), LayerTree(root, ["b"])])
     assert sum(1 for _ in walk(merged.root)) == 5001
     assert list(hidden([LayerTree(root, ["a"]), LayerTree(root, ["b"])])) == []

@@ -290,7 +290,7 @@ def test_new_docker_archive_has_another_platform_in_its_layout(tmp_path: Path) -
     manifest = json.loads((top / "blobs/sha256" / amd["digest"][7:]).read_bytes())
 
     def path(entry: dict[str, Any]) -> str:
-        return "blobs/sha256/" + entry["digest"][7:]
+        return f"blobs/sha256/{entry['digest'][7:]}"
 
     saved = [
         {
