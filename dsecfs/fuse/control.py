@@ -43,6 +43,7 @@ from dsecfs.errors import (
 from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.mountpoint import unmount
 from dsecfs.fuse.shared import Inherited, SharedPage
+from dsecfs.fuse.supervisor import unmount_or_drain
 from dsecfs.layers.digest import Digest, parse_digest
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class FsClient:
             try:
                 s.settimeout(limit)
                 with _short(self.path) as name:
-                    s.connect(name)
+                    _connect(s, name, deadline)
                 s.sendall(json.dumps({"op": op, **fields}).encode() + b"\n")
                 answer = bytearray()
                 while not answer.endswith(b"\n"):
@@ -184,6 +185,17 @@ class FsClient:
                 )
             time.sleep(0.02)
         raise DeadlineExceeded(f"the worker was not replaced in {timeout_s:g} s")
+
+
+def _connect(s: socket.socket, name: str, deadline: float) -> None:
+    """A unix socket whose queue of callers is full refuses at once instead of waiting."""
+    while True:
+        try:
+            return s.connect(name)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(0.01)
 
 
 # -- server --------------------------------------------------------------------------
@@ -415,14 +427,11 @@ class ControlServer:
             self._page.force = True
             os.eventfd_write(self._inherited.command_fd, 1)
             return {"stopped": True}
+        fuse_fd = self._inherited.fuse_fd
         mountpoint = Path(self._config.mountpoint)
-        try:
+        if mode == "refuse":
             await trio.to_thread.run_sync(lambda: unmount(mountpoint))
-        except Busy:
-            if mode == "refuse":
-                raise
-            self._page.draining = True
-            await trio.to_thread.run_sync(lambda: unmount(mountpoint, detach=True))
+        await trio.to_thread.run_sync(lambda: unmount_or_drain(mountpoint, fuse_fd, self._page))
         return {"stopped": not self._page.draining}
 
     async def _restart_worker(self, request: dict[str, Any]) -> dict[str, Any]:

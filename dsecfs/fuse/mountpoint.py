@@ -5,8 +5,6 @@ Nothing here touches the mounted files: a `stat` of a mount whose daemon is stuc
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import shutil
 import subprocess
@@ -14,47 +12,23 @@ import tempfile
 from pathlib import Path
 
 from dsecfs.errors import Busy, MountError, Unsupported
-
-MNT_FORCE = 1
-MNT_DETACH = 2
-UMOUNT_NOFOLLOW = 8
-"""umount2(2)."""
+from dsecfs.kernel.mountinfo import mount_at
+from dsecfs.kernel.syscalls import mount, umount
 
 MAX_BACKGROUND = 256
 """Read-ahead requests the kernel keeps in flight per mount (its default is 12)."""
 READ_AHEAD_KB = 1024
 """Largest read-ahead; a FUSE request holds at most 1 MiB (FUSE_MAX_MAX_PAGES is 256)."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _unescape(field: str) -> str:
-    """A path in mountinfo has space, tab, newline and backslash as octal (proc(5))."""
-    raw = field.encode(errors="surrogateescape")
-    out = bytearray()
-    i = 0
-    while i < len(raw):
-        if raw[i] == 0x5C and raw[i + 1 : i + 4].isdigit():
-            out.append(int(raw[i + 1 : i + 4], 8))
-            i += 4
-        else:
-            out.append(raw[i])
-            i += 1
-    return os.fsdecode(bytes(out))
+_FUSERMOUNT_S = 20
 
 
 def fuse_device(mountpoint: Path) -> str | None:
-    """`major:minor` of the topmost FUSE mount at `mountpoint`, None if there is none."""
-    wanted = os.path.join(os.path.realpath(mountpoint.parent), mountpoint.name)
-    found = None
-    with open("/proc/self/mountinfo", errors="surrogateescape") as f:
-        for line in f:
-            left, _, right = line.partition(" - ")
-            fields = left.split(" ")
-            kind = right.split(" ", 1)[0]
-            if (kind == "fuse" or kind.startswith("fuse.")) and _unescape(fields[4]) == wanted:
-                found = fields[2]
-    return found
+    """`major:minor` of the FUSE mount at `mountpoint`, None if there is none."""
+    found = mount_at(mountpoint)
+    if found is None or not (found.fstype == "fuse" or found.fstype.startswith("fuse.")):
+        return None
+    return found.device
 
 
 def check_mountable() -> None:
@@ -71,10 +45,16 @@ def check_mountable() -> None:
         raise Unsupported("mount FUSE: no fusermount3", hint="as root: apt-get install fuse3")
 
 
-def _umount2(path: Path, flags: int) -> int:
-    if _libc.umount2(os.fsencode(path), flags | UMOUNT_NOFOLLOW) == 0:
-        return 0
-    return ctypes.get_errno()
+def unmount(mountpoint: Path, *, detach: bool = False) -> None:
+    """Take the mount away. Busy if files on it are in use.
+
+    With `detach` it leaves the name space now and goes on serving who uses it (umount -l).
+    No error if nothing is mounted there.
+    """
+    if os.geteuid() == 0:
+        umount(mountpoint, detach=detach)
+    elif fuse_device(mountpoint) is not None:
+        _fusermount(mountpoint, detach)
 
 
 def _fusermount(path: Path, lazy: bool) -> None:
@@ -88,33 +68,16 @@ def _fusermount(path: Path, lazy: bool) -> None:
             [program, "-u", *(["-z"] if lazy else []), "--", str(path)],
             check=False,
             capture_output=True,
-            timeout=20,
+            timeout=_FUSERMOUNT_S,
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"},
         )
     except subprocess.TimeoutExpired:
-        raise MountError(f"unmount {path}: fusermount3 did not end in 20 s") from None
+        raise MountError(f"unmount {path}: fusermount3 did not end in {_FUSERMOUNT_S} s") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().replace("\n", "; ")
         if "busy" in said:
             raise Busy(f"unmount {path}: files on it are in use", hint="close them or drain")
         raise MountError(f"unmount {path}: {said or 'fusermount3 failed'}")
-
-
-def unmount(mountpoint: Path, *, detach: bool = False) -> None:
-    """Take the mount away. Busy if files on it are in use.
-
-    With `detach` it leaves the name space now and goes on serving who uses it (umount -l).
-    No error if nothing is mounted there.
-    """
-    if os.geteuid() != 0:
-        if fuse_device(mountpoint) is not None:
-            _fusermount(mountpoint, detach)
-        return
-    code = _umount2(mountpoint, MNT_DETACH if detach else 0)
-    if code == errno.EBUSY:
-        raise Busy(f"unmount {mountpoint}: files on it are in use", hint="close them or drain")
-    if code not in (0, errno.EINVAL, errno.ENOENT):
-        raise MountError(f"unmount {mountpoint}: {os.strerror(code)}")
 
 
 def recover_stale(mountpoint: Path) -> bool:
@@ -141,26 +104,24 @@ def tune(mountpoint: Path, scratch: Path) -> list[str]:
     private directory below `scratch`.
     """
     device = fuse_device(mountpoint)
+    knobs = {
+        "max_background": MAX_BACKGROUND,
+        "congestion_threshold": MAX_BACKGROUND * 3 // 4,
+    }
     if device is None or os.geteuid() != 0:
-        return ["max_background", "congestion_threshold", "read_ahead_kb"]
+        return [*knobs, "read_ahead_kb"]
     failed: list[str] = []
-    minor = device.partition(":")[2]
-    knobs = (
-        ("max_background", MAX_BACKGROUND),
-        ("congestion_threshold", MAX_BACKGROUND * 3 // 4),
-    )
     place = Path(tempfile.mkdtemp(prefix="fusectl.", dir=scratch))
     try:
-        if _libc.mount(b"fusectl", os.fsencode(place), b"fusectl", 0, None) == 0:
-            try:
-                for name, value in knobs:
-                    _write(place / minor / name, value, failed)
-            finally:
-                _umount2(place, MNT_DETACH)
-        else:
-            failed.extend(name for name, _ in knobs)
-    finally:
-        place.rmdir()
+        mount("fusectl", place, "fusectl", 0)
+    except MountError:
+        failed.extend(knobs)
+    else:
+        minor = device.partition(":")[2]
+        for name, value in knobs.items():
+            _write(place / minor / name, value, failed)
+        umount(place, detach=True)
+    place.rmdir()
     _write(Path(f"/sys/class/bdi/{device}/read_ahead_kb"), READ_AHEAD_KB, failed)
     return failed
 

@@ -393,6 +393,13 @@ class Inherited:
     """This worker is to follow one that still serves: it waits for the lock."""
 
 
+def connection_over(fuse_fd: int) -> bool:
+    """Whether the kernel has ended the FUSE connection: unmounted for good, or aborted."""
+    poll = select.poll()
+    poll.register(fuse_fd, 0)
+    return bool(poll.poll(0))
+
+
 def lock_worker(slots_fd: int, timeout_s: float) -> int | None:
     """Become the one worker of the mount: the lock's descriptor, or None after `timeout_s`.
 

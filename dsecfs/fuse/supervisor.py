@@ -41,6 +41,7 @@ from dsecfs.fuse.shared import (
     Inherited,
     Process,
     SharedPage,
+    connection_over,
 )
 
 log = logging.getLogger("dsecfs.fuse.supervisor")
@@ -329,7 +330,7 @@ class Supervisor:
                 self._inherited.successor = False
                 self._worker = self._fork(Role.WORKER)
             if self._peer is None and now >= self._peer_not_before:
-                self._peer_not_before = now + 1.0
+                self._peer_not_before = now + 0.2
                 self._peer = self._fork(Role.STANDBY)
                 self._page.set_standby(self._peer.pid)
         except OSError as e:
@@ -348,13 +349,15 @@ class Supervisor:
         now = time.monotonic()
         if self._worker is None:
             wait = min(wait, self._not_before - now)
+        if self._peer is None:
+            wait = min(wait, self._peer_not_before - now)
         return dict(poll.poll(max(0, int(wait * 1000) + 1)))
 
     def _worker_ended(self, worker: Process) -> bool:
         """Account for the end of `worker`. False if the mount cannot go on."""
         status = worker.reap()
         lived = time.monotonic() - worker.since
-        if status == EXIT_OVER and self._connection_over():
+        if status == EXIT_OVER and connection_over(self._inherited.fuse_fd):
             return True
         if status == EXIT_NOT_NEEDED:
             self._worker = self._page.open_worker()
@@ -458,11 +461,6 @@ class Supervisor:
         poll.register(self._inherited.fuse_fd, select.POLLIN)
         return self._page.pending() or bool(poll.poll(0))
 
-    def _connection_over(self) -> bool:
-        poll = select.poll()
-        poll.register(self._inherited.fuse_fd, 0)
-        return bool(poll.poll(0))
-
     # -- the end
 
     def _install_signals(self) -> None:
@@ -489,11 +487,7 @@ class Supervisor:
             self._page.force = True
         elif not self._page.draining:
             try:
-                unmount(self._mountpoint)
-            except Busy:
-                log.warning("files are in use: detached, serving until the last is closed")
-                self._page.draining = True
-                unmount(self._mountpoint, detach=True)
+                unmount_or_drain(self._mountpoint, self._inherited.fuse_fd, self._page)
             except DsecfsError as e:
                 log.error("%s", e)
 
@@ -542,6 +536,19 @@ class Supervisor:
         self._worker = self._successor = self._peer = None
         if self._inherited.control_fd >= 0:
             self._config.control.unlink(missing_ok=True)
+
+
+def unmount_or_drain(mountpoint: Path, fuse_fd: int, page: SharedPage) -> None:
+    """Unmount. Who still uses the mount, by open files or from another mount namespace, is
+    served to the end; the page then says that the mount is draining."""
+    try:
+        unmount(mountpoint)
+    except Busy:
+        page.draining = True
+        unmount(mountpoint, detach=True)
+    page.draining = not connection_over(fuse_fd)
+    if page.draining:
+        log.warning("%s is detached; its last user's end is ours", mountpoint)
 
 
 def _close_others(keep: set[int]) -> None:

@@ -132,15 +132,26 @@ class Family:
                             found.add(int(name))
         return found
 
+    def kill_everybody(self) -> None:
+        """All at once: stopped first, so that none can replace another."""
+        stopped: set[int] = set()
+        while (found := self.pids()) - stopped:
+            for pid in found - stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            stopped |= found
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for("their end", lambda: not self.pids())
+
     def log(self) -> str:
         return self.config.log.read_text() if self.config.log.exists() else ""
 
     def remove(self) -> None:
         with contextlib.suppress(DsecfsError):
             stop_daemon(self.config, mode="force", timeout_s=10)
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.kill_everybody()
         while fuse_device(self.dirs.fs) is not None:
             # MNT_FORCE aborts the connection: no reader is left hanging.
             _libc.umount2(os.fsencode(self.dirs.fs), 1)
@@ -210,5 +221,5 @@ class Readers:
     def check_progress(self) -> None:
         """All is well and reads go on."""
         before = self.reads
-        wait_for("reads go on", lambda: self.reads > before + 10 or self.errors)
+        wait_for("reads go on", lambda: self.reads > before + 5 or self.errors)
         assert not self.errors, self.errors

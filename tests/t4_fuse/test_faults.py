@@ -83,7 +83,7 @@ def test_a_stuck_worker_is_replaced() -> None:
 def test_an_idle_worker_is_not_taken_for_stuck() -> None:
     with family(stuck_s=0.2) as f:
         before = f.status()["worker"]
-        wait_for("time goes by", lambda: f.status()["uptime_s"] > 3)
+        wait_for("time goes by", lambda: f.status()["uptime_s"] > 2)
         assert f.status()["worker"] == before
 
 

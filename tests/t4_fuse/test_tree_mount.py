@@ -25,7 +25,13 @@ from dsecfs.layers.digest import Digest
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.tree import BLOCK, Inode, directory
 from tests.support.mounts import needs_erofs
-from tests.support.trees import Blob, blob_of_blocks, file_of, symlink_to, tree_from_directory
+from tests.support.trees import (
+    Blob,
+    blob_of_blocks,
+    file_of,
+    symlink_to,
+    tree_from_directory,
+)
 from tests.t4_fuse.family import Family, Readers, family, wait_for, why_no_resend
 from tests.t4_fuse.layering import BLOCKS, digest_of, kernel_overlay, layers, shown
 
