@@ -72,6 +72,8 @@ _PIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 _FLOCK = struct.Struct("hh4xqqi4x")  # struct flock of 64-bit Linux; l_pid must be 0 for OFD
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
 
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # linux/falloc.h
 _TMPFS_MAGIC = 0x01021994  # linux/magic.h
@@ -234,6 +236,7 @@ class BlobFiles:
         self.count = chunk_count(size, chunk_size)
         self.volatile = data_fd < 0
         """Nothing could be created (no space, read-only disk): nothing is ever present."""
+        self._pid = os.getpid()
         self._present_fd = present_fd
         self._data_fd = data_fd
         self.nowait_flag = 0
@@ -242,9 +245,10 @@ class BlobFiles:
             self.words = memoryview(bytearray(4 * self.count)).cast("I")
             self.used = memoryview(bytearray(4 * self.count)).cast("I")
         else:
-            self.words = memoryview(mmap.mmap(present_fd, HEADER + 4 * self.count))[HEADER:].cast("I")
+            self.words = memoryview(mmap.mmap(present_fd, HEADER + 4 * self.count))[HEADER:].cast(
+                "I"
+            )
             self.used = memoryview(mmap.mmap(used_fd, 4 * self.count)).cast("I")
-            os.close(used_fd)
             self.nowait_flag = 0 if _is_tmpfs(data_fd) else os.RWF_NOWAIT
             weakref.finalize(self, _close_all, present_fd, data_fd)
 
@@ -302,6 +306,11 @@ class BlobFiles:
             if used[chunk] != now:
                 used[chunk] = now
 
+    def check_process(self) -> None:
+        """CacheError in a child of the process that opened this: they would share the locks."""
+        if os.getpid() != self._pid:
+            raise CacheError(f"{self.what} was opened before a fork", hint="open it again")
+
     # -- locks -----------------------------------------------------------------------
 
     def lock(self, first: int, count: int = 1) -> bool:
@@ -357,9 +366,7 @@ class BlobFiles:
 
     def _punch(self, offset: int, length: int) -> bool:
         mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
-        while _libc.fallocate(
-            self._data_fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length)
-        ):
+        while _libc.fallocate(self._data_fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length)):
             code = ctypes.get_errno()
             if code == errno.EOPNOTSUPP:
                 return False
@@ -378,21 +385,37 @@ class BlobFiles:
             os.close(fd)
 
     def repair(self) -> bool:
-        """After Damaged: forget every chunk and give the file its length again.
+        """If the data file lost its end: forget every chunk, then give it its length again.
 
-        Needs the locks of all chunks at once; False if somebody holds one (try later).
+        What was cut off would read as zeros afterwards, so no word may stay. Needs the
+        locks of all chunks at once; False if somebody holds one (try later).
         """
         with self._own_lock(0, self.count) as locked:
-            if locked:
+            if locked and os.fstat(self._data_fd).st_size != self.size:
                 self.clear(0, self.count)
                 os.ftruncate(self._data_fd, self.size)
             return locked
 
-    def demote(self, chunk: int) -> None:
-        """VALID becomes OLD: hash it again before the next use. Nothing if it is locked."""
-        with self._own_lock(chunk, 1) as locked:
-            if locked and self.state(chunk) == VALID:
-                self.words[chunk] = (self.words[chunk] & ~STATE) | OLD
+    def repair_if_short(self, wait_s: float) -> None:
+        """`repair` at open, waiting for fetches of other processes. Busy after `wait_s`."""
+        end = time.monotonic() + wait_s
+        while os.fstat(self._data_fd).st_size != self.size and not self.repair():
+            if time.monotonic() >= end:
+                raise Busy(f"cache of {self.what}: cut short, and in use", hint="try again")
+            time.sleep(0.005)
+
+    def demote(self, first: int, count: int = 1) -> None:
+        """VALID becomes OLD: hash it again before the next use. Locked chunks are passed over:
+        they are being written or checked at this moment."""
+        with self._own_lock(first, count) as locked:
+            if locked:
+                for chunk in range(first, first + count):
+                    if self.state(chunk) == VALID:
+                        self.words[chunk] = (self.words[chunk] & ~STATE) | OLD
+                return
+        if count > 1:
+            self.demote(first, count // 2)
+            self.demote(first + count // 2, count - count // 2)
 
     def allocated(self) -> int:
         """Bytes of disk that `data` takes."""
@@ -439,8 +462,7 @@ def open_files_locked(path: Path, blob: Digest, size: int, chunk_size: int) -> B
     with contextlib.ExitStack() as opened:
 
         def opening(name: str, flags: int = 0) -> int:
-            flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(path / name, flags, 0o600)
+            fd = os.open(path / name, flags | _OPEN, 0o600)
             opened.callback(os.close, fd)
             return fd
 
@@ -448,25 +470,25 @@ def open_files_locked(path: Path, blob: Digest, size: int, chunk_size: int) -> B
             present, data = opening("present"), opening("data")
             header = os.pread(present, _PRESENT.size, 0)
             same = _check_header(header, what, size, chunk_size, os.fstat(data).st_ino)
-        except FileNotFoundError:
-            same = False
+        except OSError as e:
+            if e.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
+            same = False  # missing, or somebody's symlink
         if not same or os.fstat(present).st_size != HEADER + 4 * count:
             present, data = _create_pair(path, size, chunk_size, opening)
-        elif os.fstat(data).st_size != size:
-            # Cut short: whatever is behind the cut reads as zeros once it has its length
-            # again, so nothing may be believed.
-            _set_boot(present, count, forget=True)
-            os.ftruncate(data, size)
         elif header[-36:].decode("ascii", "replace") != boot_id():
-            _set_boot(present, count, forget=False)
-        used = opening("used", os.O_CREAT)
-        if count:
-            os.posix_fallocate(used, 0, 4 * count)
-        files = BlobFiles(what, size, chunk_size, present, data, used) if count else None
-        if files is None:
-            return BlobFiles(what, size, chunk_size, -1, -1, -1)
-        opened.pop_all()
-        return files
+            _set_boot(present, count)
+        used = os.open(path / "used", os.O_CREAT | _OPEN, 0o600)
+        try:
+            if count:
+                os.posix_fallocate(used, 0, 4 * count)
+                files = BlobFiles(what, size, chunk_size, present, data, used)
+                opened.pop_all()
+                files.repair_if_short(SETUP_WAIT_S)
+                return files
+        finally:
+            os.close(used)
+    return BlobFiles(what, size, chunk_size, -1, -1, -1)  # an empty blob
 
 
 def _check_header(header: bytes, what: str, size: int, chunk_size: int, inode: int) -> bool:
@@ -509,17 +531,15 @@ def _create_pair(path: Path, size: int, chunk_size: int, opening: _Opening) -> t
     return present, data
 
 
-def _set_boot(present: int, count: int, *, forget: bool) -> None:
-    """First open after a boot: VALID becomes OLD (or all ABSENT), then the boot id is written.
+def _set_boot(present: int, count: int) -> None:
+    """First open after a boot: VALID becomes OLD, then the boot id is written.
 
     The id is last, so a crash in between makes the next opener do it again.
     """
     with mmap.mmap(present, HEADER + 4 * count) as mapped, memoryview(mapped) as whole:
         words = whole[HEADER:].cast("I")
         for i, word in enumerate(words.tolist()):
-            if forget:
-                words[i] = ((word & ~STATE) + _GENERATION) & _WORD
-            elif word & STATE:
+            if word & STATE:
                 words[i] = (word & ~STATE) | OLD
         words.release()
     os.pwrite(present, boot_id().encode(), _PRESENT.size - 36)

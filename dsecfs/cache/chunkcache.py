@@ -246,7 +246,7 @@ class CachedBlob(Blob):
         return None if nowait else list(range(first, last + 1))
 
     def _ask(self, request: _Request, offset: int, size: int, priority: Priority) -> None:
-        self._fetcher.want(self, request.chunks, priority, request.listener)
+        self._fetcher.want([(self, request.chunks)], priority, request.listener)
         if priority == Priority.FOREGROUND:
             self._run_ahead(self._ahead.missed(*self._chunks(offset, size)))
 
@@ -272,7 +272,7 @@ class CachedBlob(Blob):
             state = self.files.state
             absent = [c for c in chunks if state(c) != VALID]
             if absent:
-                self._fetcher.want(self, absent, Priority.PREFETCH, _nobody)
+                self._fetcher.want([(self, absent)], Priority.PREFETCH, _nobody)
 
     def _too_late(self, offset: int, size: int, deadline_s: float) -> DeadlineExceeded:
         self._stats.add("deadlines")
@@ -311,16 +311,11 @@ class CachedBlob(Blob):
             raise DeadlineExceeded(f"{self}: not verified within {deadline_s:g} s")
         if self.files.volatile:
             return False
-        try:
-            self.files.sync()
-        except OSError as e:
-            # The kernel drops pages it could not write: what is on disk is anybody's guess.
-            for chunk in range(self.chunk_count):
-                self.files.demote(chunk)
+        if not self._fetcher.sync(self):
             raise CacheError(
-                f"{self}: the disk lost data of the cache: {e.strerror}",
+                f"{self}: the disk lost data of the cache",
                 hint="check the disk; every chunk is verified again before it is used",
-            ) from None
+            )
         return self.complete()
 
     def scrub(self, *, pause_s: float = 0.01, stop: Callable[[], bool] = lambda: False) -> int:
@@ -381,6 +376,7 @@ class ChunkCache:
         self._read_ahead = read_ahead
         self._open_blobs = open_blobs
         self._lock = threading.Lock()
+        self._pid = 0
         self._blobs: OrderedDict[Digest, CachedBlob] = OrderedDict()
         self._evictor = Evictor(
             dirs, Limits(max_bytes, high, low, min_free), self.stats, self._in_background
@@ -395,6 +391,9 @@ class ChunkCache:
         Raises NotFound (no chunk list here), FormatError, Busy, CacheError.
         """
         with self._lock:
+            if self._pid != os.getpid():
+                self._pid = os.getpid()
+                self._blobs.clear()
             found = self._blobs.get(blob)
             if found is not None and not (
                 found.files.volatile and time.monotonic() - found.opened > _RETRY_VOLATILE_S
@@ -453,6 +452,7 @@ class ChunkCache:
     def close(self) -> None:
         """End the threads; fetches under way fail. Open blobs still serve what they have."""
         self._fetcher.close()
+        self.stats.close()
         with self._lock:
             self._blobs.clear()
 

@@ -207,7 +207,9 @@ class Evictor:
     def _effective_limit(self, use: int) -> int:
         """`max_bytes`, or less where the disk has less to give."""
         disk = os.statvfs(self._dirs.data)
-        return min(self._limits.max_bytes, use + disk.f_bavail * disk.f_frsize - self._limits.min_free)
+        return min(
+            self._limits.max_bytes, use + disk.f_bavail * disk.f_frsize - self._limits.min_free
+        )
 
     @contextlib.contextmanager
     def _node_lock(self) -> Iterator[bool]:
@@ -254,7 +256,9 @@ class Evictor:
         """
         coarse: Counter[int] = Counter()
         for used, size in self._ages():
-            coarse.update({bucket: n * size for bucket, n in Counter(t // _COARSE for t in used).items()})
+            coarse.update(
+                {bucket: n * size for bucket, n in Counter(t // _COARSE for t in used).items()}
+            )
         bucket = _reach(coarse, need)
         if bucket is None:
             return None
@@ -325,7 +329,11 @@ class Evictor:
     def _drop(self, files: BlobFiles, first: int, count: int) -> int:
         """Evict one run of chunks; those that are locked stay. Returns how many went."""
         if not files.lock(first, count):
-            return sum(self._drop(files, c, 1) for c in range(first, first + count)) if count > 1 else 0
+            return (
+                sum(self._drop(files, c, 1) for c in range(first, first + count))
+                if count > 1
+                else 0
+            )
         try:
             files.clear(first, count)
             files.punch(first, count)

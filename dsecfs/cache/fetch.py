@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
-import lz4.block  # type: ignore[import-untyped]
+import lz4.block
 import zstandard
 
 from dsecfs.cache.blob import BlobFiles
@@ -18,6 +19,19 @@ from dsecfs.store.base import Priority
 
 Listener = Callable[["Fetch", bytes | None, DsecfsError | None], None]
 """Called once, from any thread, with the verified bytes or the error; must not block."""
+
+
+class Room(Protocol):
+    """What the fetcher asks of eviction."""
+
+    def available(self) -> bool:
+        """Whether another chunk may be written."""
+
+    def filled(self, size: int) -> None:
+        """`size` bytes were written."""
+
+    def no_space(self) -> None:
+        """The disk refused a write."""
 
 
 class Blob:
@@ -44,10 +58,9 @@ class Blob:
 
     def matches(self, chunk: int, data: bytes) -> bool:
         """Whether `data` is that chunk."""
-        return (
-            len(data) == self.files.length(chunk)
-            and hashlib.sha256(data).digest() == self.chunk_digest(chunk)
-        )
+        return len(data) == self.files.length(chunk) and hashlib.sha256(
+            data
+        ).digest() == self.chunk_digest(chunk)
 
     def __str__(self) -> str:
         return f"blob {self.digest[:12]}"

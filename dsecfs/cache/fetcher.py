@@ -20,8 +20,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dsecfs.cache.blob import ABSENT, OLD, VALID, Damaged
 from dsecfs.cache.fetch import (
@@ -31,6 +30,7 @@ from dsecfs.cache.fetch import (
     Blob,
     Fetch,
     Listener,
+    Room,
     decompress,
     follows,
 )
@@ -48,24 +48,16 @@ log = logging.getLogger(__name__)
 MAX_RANGE = 4 << 20
 """Most stored bytes of one range read (design §4)."""
 
+SYNC_S = 20.0
+"""A blob that was written to is synced after this time, to learn whether the disk kept it."""
+
+_MAX_UNSYNCED = 32
+
 LOCK_WAIT_S = 10.0
 """After this long a chunk that another process holds is fetched without being cached."""
 
 _MAX_PAUSE_S = 0.032
 """Longest pause between looks at a chunk that another process is fetching."""
-
-
-class Room(Protocol):
-    """What the fetcher asks of eviction."""
-
-    def available(self) -> bool:
-        """Whether another chunk may be written."""
-
-    def filled(self, size: int) -> None:
-        """`size` bytes were written."""
-
-    def no_space(self) -> None:
-        """The disk refused a write."""
 
 
 class Fetcher:
@@ -89,6 +81,10 @@ class Fetcher:
         self._room = room
         self._lock_wait_s = lock_wait_s
         self._mutex = threading.Lock()
+        self._closed = False
+        self._unsynced: set[Blob] = set()
+        self._fetches: set[Fetch] = set()
+        """All that have not ended."""
         self._starts: dict[tuple[Digest, int], list[Fetch]] = {}
         """Queued fetches by (object, offset): what a batch is extended with."""
         self._remote = Pool("dsec-fetch", threads, shared=max(1, threads * 3 // 8))
@@ -97,23 +93,29 @@ class Fetcher:
     # -- asking ------------------------------------------------------------------------
 
     def want(
-        self, blob: Blob, chunks: Iterable[int], priority: Priority, listener: Listener
+        self, asks: Sequence[tuple[Blob, Iterable[int]]], priority: Priority, listener: Listener
     ) -> None:
-        """Get `chunks`; `listener` is called once for each. Joins fetches under way, and
-        makes them more urgent if need be. CacheError after `close` or a fork."""
+        """Get chunks of blobs; `listener` is called once for each. What is asked for together
+        is merged into large range reads. Joins fetches under way, and makes them more urgent
+        if need be. CacheError after `close` or a fork."""
         new: list[Fetch] = []
         raised: list[Fetch] = []
         with self._mutex:
-            for chunk in chunks:
-                fetch = blob.inflight.get(chunk)
-                if fetch is None:
-                    fetch = blob.inflight[chunk] = Fetch(blob, chunk, priority)
-                    new.append(fetch)
-                elif priority < fetch.priority:
-                    fetch.priority = priority
-                    if fetch.state == WAITING:
-                        raised.append(fetch)
-                fetch.listeners.append(listener)
+            if self._closed:
+                raise _closed()
+            for blob, chunks in asks:
+                blob.files.check_process()
+                for chunk in chunks:
+                    fetch = blob.inflight.get(chunk)
+                    if fetch is None:
+                        fetch = blob.inflight[chunk] = Fetch(blob, chunk, priority)
+                        self._fetches.add(fetch)
+                        new.append(fetch)
+                    elif priority < fetch.priority:
+                        fetch.priority = priority
+                        if fetch.state == WAITING:
+                            raised.append(fetch)
+                    fetch.listeners.append(listener)
         self._route(new + raised, priority)
 
     def drop(self, blob: Blob, chunks: Iterable[int], listener: Listener) -> None:
@@ -137,9 +139,24 @@ class Fetcher:
             return self._store
 
     def close(self) -> None:
-        """End the threads and close a store that this object opened."""
+        """End the threads, tell who waits, and close a store that this object opened.
+
+        A thread that is stuck in the store keeps its chunk and its lock until it comes back.
+        """
+        with self._mutex:
+            self._closed = True
         self.local.close()
         self._remote.close()
+        with self._mutex:
+            left = list(self._fetches)
+        for fetch in left:
+            if fetch.state == WAITING:
+                self._finish(fetch, None, _closed())
+            else:
+                with self._mutex:
+                    listeners, fetch.listeners = fetch.listeners, []
+                for listener in listeners:
+                    listener(fetch, None, _closed())
         with self._store_lock:
             if self._store is not None and self._open_store is not None:
                 self._store.close()
@@ -223,9 +240,7 @@ class Fetcher:
             if blob.places is None or (newer_than is not None and blob.places is newer_than):
                 found = None
                 if newer_than is None:
-                    found = local_layout(
-                        self._dirs, blob.digest, blob.chunk_count, blob.chunk_size
-                    )
+                    found = local_layout(self._dirs, blob.digest, blob.chunk_count, blob.chunk_size)
                 if found is None:
                     found = newest_layout(
                         self._dirs, self.store(), blob.digest, blob.chunk_count, blob.chunk_size
@@ -326,9 +341,7 @@ class Fetcher:
         pause, fetch.pause = fetch.pause, min(2 * fetch.pause, _MAX_PAUSE_S)
         with self._mutex:
             fetch.state = WAITING
-        self.local.submit_later(
-            pause, fetch.priority, functools.partial(self._unpark, fetch)
-        )
+        self.local.submit_later(pause, fetch.priority, functools.partial(self._unpark, fetch))
 
     def _unpark(self, fetch: Fetch) -> None:
         blob = fetch.blob
@@ -430,6 +443,7 @@ class Fetcher:
 
     def _forget(self, fetch: Fetch) -> None:
         fetch.state = DONE
+        self._fetches.discard(fetch)
         if fetch.blob.inflight.get(fetch.chunk) is fetch:
             del fetch.blob.inflight[fetch.chunk]
 
@@ -485,7 +499,9 @@ class Fetcher:
             try:
                 fetch.blob.files.fill(fetch.chunk, data, zeros=zeros)
             except Damaged:
-                log.warning("%s: its data file was cut short; everything is fetched again", fetch.blob)
+                log.warning(
+                    "%s: its data file was cut short; everything is fetched again", fetch.blob
+                )
                 self.local.submit_later(
                     0.01, Priority.FOREGROUND, functools.partial(self._repair, fetch.blob, 100)
                 )
@@ -496,8 +512,32 @@ class Fetcher:
                     log.warning("%s: cannot write the cache: %s", fetch.blob, e.strerror)
             else:
                 self._room.filled(0 if zeros else len(data))
+                self._sync_later(fetch.blob)
                 return
         self._stats.add("read_through")
+
+    def _sync_later(self, blob: Blob) -> None:
+        with self._mutex:
+            if blob in self._unsynced or self._closed:
+                return
+            # Each keeps its blob open: not many of them.
+            delay = SYNC_S if len(self._unsynced) < _MAX_UNSYNCED else 0.0
+            self._unsynced.add(blob)
+        self.local.submit_later(delay, Priority.BACKGROUND, functools.partial(self.sync, blob))
+
+    def sync(self, blob: Blob) -> bool:
+        """Make a blob's data durable. If the disk lost some of it, all is verified again:
+        the kernel drops pages that it could not write, and the file then reads as zeros."""
+        with self._mutex:
+            self._unsynced.discard(blob)
+        try:
+            blob.files.sync()
+        except OSError as e:
+            log.warning("%s: the disk lost data of the cache, all is verified again: %s", blob, e)
+            self._stats.add("disk_errors")
+            blob.files.demote(0, blob.chunk_count)
+            return False
+        return True
 
     def _repair(self, blob: Blob, attempts: int) -> None:
         if not blob.files.repair() and attempts:
@@ -548,6 +588,10 @@ class Fetcher:
             self._stats.add("errors")
         for listener in listeners:
             listener(fetch, data, error)
+
+
+def _closed() -> CacheError:
+    return CacheError("the cache was closed while a chunk was on its way")
 
 
 def _bug(what: str) -> CacheError:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dsecfs.errors import CacheError
 from dsecfs.store.base import Priority
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 _PREFETCH_TURN = 8
 """Every so many turns PREFETCH goes first …"""
@@ -28,13 +28,14 @@ _BACKGROUND_TURN = 32
 
 class Pool:
     """Threads that run what is submitted. Work must not raise; if it does, its thread ends
-    through threading.excepthook and the next `submit` starts another."""
+    through threading.excepthook and another one takes its place."""
 
     def __init__(self, name: str, threads: int, *, shared: int) -> None:
         self._name = name
         self._threads = threads
         self._shared = shared
-        self._pid = os.getpid()
+        self._pid = 0
+        """The process that used it first; a child of its has none of the threads."""
         self._changed = threading.Condition()
         self._queues: tuple[deque[Work], ...] = tuple(deque() for _ in Priority)
         self._later: list[tuple[float, int, Priority, Work]] = []
@@ -79,7 +80,9 @@ class Pool:
     def _check(self) -> None:
         if self._closed:
             raise CacheError("the cache was closed while work was under way")
-        if os.getpid() != self._pid:
+        if not self._pid:
+            self._pid = os.getpid()
+        elif os.getpid() != self._pid:
             raise CacheError("the cache was used before a fork", hint="open a new one after it")
 
     def _wake(self) -> None:
@@ -110,6 +113,8 @@ class Pool:
         finally:
             with self._changed:
                 self._running -= 1
+                if not self._closed:
+                    self._wake()  # ended by an exception: somebody must do the rest
                 self._changed.notify_all()
 
     def _take(self) -> tuple[Priority, Work] | None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dsecfs.cache.blob import VALID
 from dsecfs.cache.fetch import Blob, Fetch
 from dsecfs.cache.fetcher import Fetcher
-from dsecfs.errors import CacheError, DsecfsError
+from dsecfs.errors import BadInput, DsecfsError
 from dsecfs.store.base import Priority
 
 WINDOW = 512
@@ -41,7 +41,7 @@ class PrefetchHandle:
     ) -> None:
         for blob, chunks in plan:
             if chunks and not (min(chunks) >= 0 and max(chunks) < blob.chunk_count):
-                raise CacheError(f"prefetch of {blob}: a chunk beyond its {blob.chunk_count}")
+                raise BadInput(f"prefetch of {blob}: a chunk beyond its {blob.chunk_count}")
         self._fetcher = fetcher
         self._priority = priority
         self._rest: Iterator[tuple[Blob, int]] = (
@@ -117,8 +117,7 @@ class PrefetchHandle:
             self._feeding = True
         try:
             while asks := self._next():
-                for blob, chunks in asks:
-                    self._fetcher.want(blob, chunks, self._priority, self._listener)
+                self._fetcher.want(asks, self._priority, self._listener)
         except DsecfsError as e:  # the cache was closed
             with self._changed:
                 self.error = self.error or e

@@ -16,14 +16,13 @@ _SLACK = 4
 """Chunks by which requests of one reader may arrive out of order."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stream:
+    start: int
     next: int
     """Chunk after the last one that was read."""
     ahead: int
     """End of what was fetched ahead; ≥ next."""
-    window: int
-    """Chunks to keep in flight or ready before the reader."""
 
 
 class ReadAhead:
@@ -43,7 +42,7 @@ class ReadAhead:
             for stream in self._streams:
                 if stream.next - _SLACK <= first <= stream.ahead + _SLACK:
                     return self._advance(stream, first, last)
-            stream = _Stream(last + 1, last + 1, last + 1 - first)
+            stream = _Stream(first, last + 1, last + 1)
             self._streams.append(stream)
             if len(self._streams) > _STREAMS:
                 gone = self._streams.pop(0)
@@ -64,13 +63,13 @@ class ReadAhead:
         self._streams.append(stream)
         if last < stream.next:
             return range(0)  # an earlier request that comes late
-        stream.window = min(stream.window + max(stream.window, last + 1 - first), self._window)
         stream.next = last + 1
+        window = min(stream.next - stream.start, self._window)
         start = max(stream.ahead, stream.next)
-        stop = min(stream.next + stream.window, self._count)
+        stop = min(stream.next + window, self._count)
         if start >= stop:
             return range(0)
         stream.ahead = stop
         # Ask for the next quarter once that much of the window has been read.
-        self.triggers[max(stream.next, stop - stream.window * 3 // 4)] = stream
+        self.triggers[max(stream.next, stop - window * 3 // 4)] = stream
         return range(start, stop)

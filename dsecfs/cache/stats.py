@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Mapping
 
 from dsecfs.nodedirs import NodeDirs
@@ -40,6 +41,7 @@ COUNTERS = (
     "deadlines",  # reads that ended in DeadlineExceeded
     "errors",  # chunks that ended in an error
     "layouts",  # layouts fetched
+    "disk_errors",  # times the disk lost bytes it had taken, so a blob was verified again
 )
 """Names of all counters, in the order of a slot. Append only."""
 
@@ -61,7 +63,7 @@ class Stats:
         self._lock = threading.Lock()
         self._own = [0] * len(COUNTERS)
         self._slot: memoryview | None = None
-        self._fd = -1
+        self._release: weakref.finalize[[int], Stats] | None = None
         self._pid = 0
 
     def add(self, name: str, count: int = 1) -> None:
@@ -90,13 +92,22 @@ class Stats:
         with self._lock:
             return dict(zip(COUNTERS, self._own, strict=True))
 
+    def close(self) -> None:
+        """Give the slot to the next process. Later counts stay in memory."""
+        with self._lock:
+            self._pid = os.getpid()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._slot = None
+        if self._release is not None:
+            self._release()
+            self._release = None
+
     def _claim(self) -> None:
         """Take a slot nobody owns. After a fork the child takes one of its own."""
         self._pid = os.getpid()
-        self._slot = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._let_go()
         # Counting must not fail a read: without a file the counters stay in memory.
         with contextlib.suppress(OSError):
             fd = os.open(
@@ -111,7 +122,7 @@ class Stats:
                 if slot is None:
                     os.close(fd)
             if slot is not None:
-                self._fd = fd
+                self._release = weakref.finalize(self, os.close, fd)
                 mapped = memoryview(mmap.mmap(fd, _SIZE))
                 start = _HEADER.size + slot * _WIDTH * 8
                 self._slot = mapped[start : start + _WIDTH * 8].cast("Q")
@@ -143,7 +154,9 @@ def read_totals(dirs: NodeDirs) -> dict[str, int]:
         data = b""
     if len(data) >= _SIZE and data[:12] == _HEADER.pack(_MAGIC, _VERSION)[:12]:
         for slot in range(_SLOTS):
-            values = struct.unpack_from(f"<{len(COUNTERS)}Q", data, _HEADER.size + slot * _WIDTH * 8)
+            values = struct.unpack_from(
+                f"<{len(COUNTERS)}Q", data, _HEADER.size + slot * _WIDTH * 8
+            )
             totals = [a + b for a, b in zip(totals, values, strict=True)]
     return dict(zip(COUNTERS, totals, strict=True))
 
