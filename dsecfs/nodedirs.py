@@ -4,9 +4,9 @@ Two roots. `data` outlives a reboot (default /var/lib/dsec); `run` does not coun
 one (default /run/dsec): what it says is about mounts and processes of this boot.
 
     data/blobs/<hex>/       chunk cache of one blob: chunks, layout, data, present, used, pins/
-    data/heads/<hex>        verified layer heads, as the store has them
+    data/heads/<hex>        verified layer heads, as the store has them; .ok says in which boot
     data/meta/<hex>.erofs   EROFS metadata images, ready to mount
-    data/refs/              refs that were resolved once (they never change)
+    data/refs/              refs and environments that were resolved once (they never change)
     data/uppers/<sandbox>/  upper and work directory of a sandbox
     run/fs                  mount point of the node's FUSE file system
     run/fs.sock             control socket of its worker

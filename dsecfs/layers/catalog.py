@@ -560,7 +560,9 @@ class _Remembered:
 
     def put(self, key: str, data: bytes) -> None:
         path = self._root / key
-        temporary = path.with_name(f".tmp-{os.urandom(8).hex()}")
+        # One fixed name, so that crashes do not pile up files. Two writers of one key write the
+        # same; should one rename what the other has just cut, `get` finds it damaged.
+        temporary = path.with_name(f".tmp-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(data)

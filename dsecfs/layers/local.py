@@ -89,6 +89,7 @@ class LocalLayers:
         with self._lock(layer):
             for path in (_ok_path(head), self._dirs.meta(layer), head):
                 path.unlink(missing_ok=True)
+                _temporary(path).unlink(missing_ok=True)
 
     def _present(self, layer: Digest) -> LocalLayer | None:
         """The layer if it was verified in this boot and nothing touched it since."""
@@ -200,12 +201,18 @@ def _equal(path: Path, data: bytes) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Make `path` appear whole. A crash leaves a `.tmp-` file at most."""
+    """Make `path` appear whole. Call with the layer's lock: the temporary name is fixed, so
+    what a crash leaves the next writer takes over."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name[:16]}-{os.urandom(8).hex()}")
+    temporary = _temporary(path)
     try:
         temporary.write_bytes(data)
         temporary.rename(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".tmp-{path.name}")
