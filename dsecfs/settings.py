@@ -140,10 +140,10 @@ class Settings:
         "address buckets by path instead of by host name",
         choices=("auto", "true", "false"),
     )
-    data_dir: Path = _setting(
+    data_dir: Path = _setting(  # noqa: RUF009
         lambda: NodeDirs.default().data, _parse_path, "cache, metadata and uppers of this node"
     )
-    run_dir: Path = _setting(
+    run_dir: Path = _setting(  # noqa: RUF009
         lambda: NodeDirs.default().run, _parse_path, "mounts and sockets of this boot"
     )
     mode: str = _setting(

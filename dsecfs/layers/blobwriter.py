@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
-import lz4.block  # type: ignore[import-untyped]
+import lz4.block
 import zstandard
 
 from dsecfs.errors import BadInput, FormatError

@@ -390,7 +390,7 @@ class S3Store:
 
     def _boto_session(self) -> Any:
         if self._session is None:
-            import boto3  # type: ignore[import-untyped]
+            import boto3
 
             self._session = boto3.session.Session()
             if self._session.get_credentials() is None:
@@ -405,7 +405,7 @@ class S3Store:
         return self.settings.region or self._boto_session().region_name or "us-east-1"
 
     def _new_client(self) -> Any:
-        from botocore.config import Config  # type: ignore[import-untyped]
+        from botocore.config import Config
 
         config = Config(
             retries={"total_max_attempts": 1, "mode": "standard"},

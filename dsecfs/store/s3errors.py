@@ -41,7 +41,7 @@ _CODE = re.compile(r"[A-Za-z0-9.]{1,64}\Z")
 @functools.cache
 def boto_errors() -> tuple[type[Exception], ...]:
     """Everything boto3 raises for a request, including while a body is read."""
-    import botocore.exceptions  # type: ignore[import-untyped]
+    import botocore.exceptions
     import urllib3.exceptions
 
     return (

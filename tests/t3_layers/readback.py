@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import lz4.block  # type: ignore[import-untyped]
+import lz4.block
 import zstandard
 
 from dsecfs.layers.digest import Digest

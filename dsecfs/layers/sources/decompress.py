@@ -68,7 +68,7 @@ class _Gzip:
 
 
 def _lz4() -> _Codec:
-    import lz4.frame  # type: ignore[import-untyped]  # loaded only if such a stream appears
+    import lz4.frame
 
     codec: _Codec = lz4.frame.LZ4FrameDecompressor()
     return codec
