@@ -117,7 +117,7 @@ def test_any_sizes_and_pieces(
     blob = read(store, result)
     for data, where in zip(datas, extents, strict=True):
         assert content(blob, where, len(data)) == data
-    distinct = {d: w for d, w in zip(datas, extents, strict=True)}
+    distinct = dict(zip(datas, extents, strict=True))
     assert len(set(distinct.values())) == len(distinct)
     assert [distinct[d] for d in datas] == extents
     assert result.ref.size == sum(-(-len(d) // BLOCK) * BLOCK for d in distinct)

@@ -99,7 +99,7 @@ def test_an_environment_comes_before_a_base(store: Counting) -> None:
 def test_ambiguous_layers_are_listed(store: Counting) -> None:
     put(store, "base/x:1")
     put(store, "toolkit/x:1")
-    with pytest.raises(BadInput, match="ambiguous.*base/x:1, toolkit/x:1"):
+    with pytest.raises(BadInput, match=r"ambiguous.*base/x:1, toolkit/x:1"):
         Catalog(store).resolve("x:1")
     assert Catalog(store).resolve("x:1", ("toolkit",)).kind == "toolkit"
 

@@ -39,10 +39,11 @@ def layer(**fields: object) -> LayerManifest:
 def test_the_stored_form() -> None:
     # Written out by hand from docs/formats.md.
     expected = (
-        '{"format":1,"labels":{"l":"v"},"platforms":{"linux/amd64":{"base":"%s","process":'
+        '{"format":1,"labels":{"l":"v"},"platforms":{"linux/amd64":{"base":"' + A + '","process":'
         '{"cmd":["c"],"cwd":"/w","entrypoint":["e"],"env":{"X":"1"},"shell":["sh","-c"],'
-        '"user":"1:2"},"snapshots":["%s"],"toolkits":[["dsh","%s"]],"workspace":"%s"}}}'
-    ) % (A, D, C, B)
+        '"user":"1:2"},"snapshots":["' + D + '"],"toolkits":[["dsh","' + C + '"]],'
+        '"workspace":"' + B + '"}}}'
+    )
     manifest = EnvironmentManifest({"linux/amd64": FULL}, {"l": "v"})
     assert manifest.to_json() == expected.encode()
     assert manifest.digest == sha256(expected.encode())

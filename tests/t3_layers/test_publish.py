@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def test_another_content_under_a_name_is_a_conflict(
     first = publish(store, archive)
     other = tmp_path / "other.tar"
     other.write_bytes(layer_tar([("bin/dsh", b"other")]))
-    with pytest.raises(Conflict, match="toolkit/dsh:1.5 exists already"):
+    with pytest.raises(Conflict, match=r"toolkit/dsh:1\.5 exists already"):
         publish(store, other)
     assert Catalog(store).get_ref(NAME).digest == first.digest
 
@@ -144,12 +144,13 @@ def test_a_damaged_store_is_healed_by_publishing_again(
     lost = object_key(read_layout(store, blob).objects[0])
     head = Path(store.root, head_key(first.digest))
     head.chmod(0o600)
-    for damage in (
+    damages: list[Callable[[], None]] = [
         lambda: store.delete(lost),
         lambda: store.delete(layout_key(blob.digest, 1)),
         lambda: os.truncate(head, head.stat().st_size - 10),
         lambda: store.delete(head_key(first.digest)),
-    ):
+    ]
+    for damage in damages:
         damage()
         assert publish(store, archive).digest == first.digest
         assert layer_listing(store, first.digest) == whole
