@@ -21,6 +21,7 @@ import os
 import stat
 import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -49,6 +50,7 @@ _DIR = os.O_RDONLY | os.O_DIRECTORY
 _READ = os.O_RDONLY | os.O_NONBLOCK
 # A parent directory can be pruned by a delete between its making and the link in it.
 _RACES = 100
+_REMEMBERED = 1024
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -89,6 +91,8 @@ class DirectoryStore:
         self._lock = threading.Lock()
         self._retired: list[int] = []
         self._swept = False
+        # Ids of puts that created their key, for callers that did not hear the answer.
+        self._won: OrderedDict[str, str] = OrderedDict()
         try:
             if create:
                 self.root.mkdir(parents=True, exist_ok=True)
@@ -139,6 +143,8 @@ class DirectoryStore:
 
     def put_if_absent(self, key: str, data: bytes, *, put_id: str = "") -> bool:
         check_key(key)
+        if put_id and self._won.get(put_id) == key:
+            return True
         with self._doing("create", key), self._tmp() as tmp:
             name = put_id or uuid.uuid4().hex
             # An earlier attempt may have linked and then failed to say so.
@@ -159,6 +165,11 @@ class DirectoryStore:
             self._sync_parent(key)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=tmp)
+            if put_id:
+                with self._lock:
+                    self._won[put_id] = key
+                    if len(self._won) > _REMEMBERED:
+                        self._won.popitem(last=False)
             return True
 
     def put_content(self, key: str, data: bytes | memoryview | BinaryIO) -> None:

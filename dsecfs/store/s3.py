@@ -94,7 +94,7 @@ class S3Settings:
 
 def parse_s3_url(url: str) -> S3Settings:
     """Check a URL. Raises BadInput, which never repeats the part that may be a secret."""
-    parts = urllib.parse.urlsplit(url)
+    parts = _split(url)
     if "@" in parts.netloc:
         raise BadInput(
             "an s3: URL with credentials in it",
@@ -133,7 +133,7 @@ def parse_s3_url(url: str) -> S3Settings:
 
 def check_endpoint(endpoint: str) -> str:
     """Return http(s)://host[:port] without a slash at its end. Raises BadInput."""
-    parts = urllib.parse.urlsplit(endpoint)
+    parts = _split(endpoint)
     if parts.username or parts.password:
         raise BadInput("an S3 endpoint with credentials in it", hint="leave them out")
     plain = not parts.query and not parts.fragment and parts.path in ("", "/")
@@ -142,6 +142,15 @@ def check_endpoint(endpoint: str) -> str:
             f"not an S3 endpoint: {endpoint[:120]!r}", hint="expected http(s)://HOST[:PORT]"
         )
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _split(url: str) -> urllib.parse.SplitResult:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port  # checked only when it is looked at
+    except ValueError:
+        raise BadInput("not a URL", hint="expected s3://BUCKET/PREFIX?endpoint=URL") from None
+    return parts
 
 
 class S3Store:

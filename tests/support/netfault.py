@@ -118,6 +118,8 @@ class NetFault:
         self._stop = True
         os.write(self._wake_write, b"x")
         self._thread.join(10)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def fail(self, *faults: Fault) -> None:
         """The next requests get these faults, one each, in this order."""
@@ -159,8 +161,6 @@ class NetFault:
                 self._reset(connection)
             self._selector.close()
             self._listener.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
 
     def _accept(self) -> None:
         while True:
@@ -221,12 +221,11 @@ class NetFault:
         if not connection.open:
             return
         try:
-            up = self._pump(connection, connection.up)
-            self.bytes_up += up
-            down = self._pump(connection, connection.down)
-            self.bytes_down += down
-            if down:
-                connection.server_spoke_last = True
+            self.bytes_up += self._pump(connection, connection.up)
+            if connection.open:  # a fault may have struck
+                down = self._pump(connection, connection.down)
+                self.bytes_down += down
+                connection.server_spoke_last |= down > 0
         except OSError:
             self._reset(connection)
             return

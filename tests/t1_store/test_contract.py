@@ -70,6 +70,7 @@ def test_the_first_put_stays(backend: Backend) -> None:
 def test_a_repeated_put_with_its_id_gives_its_answer_again(backend: Backend) -> None:
     mine, other = "1" * 32, "2" * 32
     assert backend.put_if_absent("refs/a", b"same", put_id=mine) is True
+    assert backend.put_if_absent("refs/a", b"same", put_id=mine) is True
     assert backend.put_if_absent("refs/a", b"same", put_id=other) is False
     assert backend.put_if_absent("refs/a", b"same", put_id=other) is False
 

@@ -64,8 +64,7 @@ def test_no_link_leads_outside(store: DirectoryStore, tmp_path: Path) -> None:
             store.put_if_absent(key, b"x")
         with pytest.raises(DsecfsError):
             store.put_content(key, b"x")
-    with pytest.raises(DsecfsError):
-        store.delete("dir/secret")
+    store.delete("dir/secret")
     assert list(store.list("")) == []
     assert sorted(os.listdir(outside)) == ["secret", "sub"] and not os.listdir(outside / "sub")
     assert leftovers(store) == []
@@ -249,8 +248,9 @@ def test_a_root_that_is_mounted_anew_works_again(tmp_path: Path) -> None:
     backing = tmp_path / "backing"
     for path in (root, backing):
         path.mkdir()
-    subprocess.run(["mount", "--bind", str(backing), str(root)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(backing)], check=True)
     try:
+        subprocess.run(["mount", "--bind", str(backing), str(root)], check=True)
         store = DirectoryStore(root)
         store.put_content("a", b"x")
         subprocess.run(["umount", "-l", str(root)], check=True)
@@ -263,7 +263,8 @@ def test_a_root_that_is_mounted_anew_works_again(tmp_path: Path) -> None:
         assert store.get("a") == b"x"
         store.close()
     finally:
-        subprocess.run(["umount", str(root)], check=True)
+        subprocess.run(["umount", str(root)], check=False)
+        subprocess.run(["umount", str(backing)], check=True)
 
 
 def test_a_closed_store_says_so(store: DirectoryStore) -> None:
