@@ -37,6 +37,8 @@ class FsConfig:
     """A request that takes longer is answered with EIO."""
     stuck_s: float = 20.0
     """A worker with work and no sign of life for so long is ended."""
+    supervisor_stuck_s: float = 30.0
+    """The standby ends an active supervisor without a sign of life for so long."""
     drain_s: float = 15.0
     """How long a worker that is replaced may finish requests."""
     start_s: float = 60.0

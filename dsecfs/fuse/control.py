@@ -64,6 +64,7 @@ MAX_JOBS = 256
 RUNNING_JOBS = 16
 MAX_BLOBS = 4096
 
+_ACCEPT_AGAIN = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 STOP_MODES = ("refuse", "drain", "force")
 
 
@@ -271,7 +272,7 @@ class ControlServer:
                 except trio.ClosedResourceError:
                     break
                 except OSError as e:
-                    if e.errno not in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EAGAIN):
+                    if e.errno not in _ACCEPT_AGAIN:
                         raise
                     log.warning("control socket: %s", e.strerror)
                     await trio.sleep(0.1)

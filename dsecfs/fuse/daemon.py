@@ -193,7 +193,8 @@ def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool =
     that is forked; the caller must end the process with the exit code that is returned."""
     # Heavy imports happen here, before the forks, so that their memory is shared.
     from dsecfs.fuse.logfile import log_to
-    from dsecfs.fuse.supervisor import Supervisor, mount
+    from dsecfs.fuse.session import mount
+    from dsecfs.fuse.supervisor import Supervisor
 
     lock_fd = _lock(config.lock)
     if lock_fd is None:

@@ -93,18 +93,15 @@ def _guarded(number: int) -> Callable[[F], F]:
         async def call(self: Handlers, ino: int, *args: Any) -> Any:
             a = args[0] if args else 0
             b = args[1] if len(args) > 1 else 0
-            key = RequestKey(
-                number,
-                ino,
-                zlib.crc32(a) if isinstance(a, bytes) else a if isinstance(a, int) else 0,
-                b if isinstance(b, int) else 0,
-            )
+            a = zlib.crc32(a) if type(a) is bytes else a if type(a) is int else 0
+            b = b if type(b) is int else 0
             turn = None
-            if self.suspects and key in self.suspects:
+            if self.suspects and (number, ino, a, b) in self.suspects:
+                key = RequestKey(number, ino, a, b)
                 turn = await self.take_turn(key)
             slot = self.free_notes.pop() if self.free_notes else -1
             if slot >= 0:
-                self.page.note(slot, key)
+                self.page.note(slot, number, ino, a, b)
             try:
                 return await handler(self, ino, *args)
             except FUSEError:

@@ -56,12 +56,12 @@ _SUSPECTS = _NOTES + NOTE_SLOTS * _NOTE.size
 SUSPECT_SLOTS = 1024
 _SUSPECT = struct.Struct("=6Q")
 
-POINTS_CRASH = 4
+POINTS_CRASH = 16
 """Blame for a request that was being handled when a worker crashed or got stuck."""
 POINTS_KILLED = 1
 """Blame when the worker was killed from outside: more likely an operator than the request."""
-POINTS_LIMIT = 8
-"""From here on a request is answered with EIO: two crashes in a row, or eight kills."""
+POINTS_LIMIT = 32
+"""From here on a request is answered with EIO: two crashes in a row, or 32 kills."""
 SUSPECT_S = 300.0
 """Seconds after which a suspicion is forgotten."""
 
@@ -305,9 +305,9 @@ class SharedPage:
 
     # -- requests in flight
 
-    def note(self, slot: int, key: RequestKey) -> None:
-        """Record that `key` is being handled. `slot` is the worker's to choose."""
-        _NOTE.pack_into(self._memory, _NOTES + slot * 48, 1, *key, 0)
+    def note(self, slot: int, op: int, ino: int, a: int, b: int) -> None:
+        """Record that a request is being handled. `slot` is the worker's to choose."""
+        _NOTE.pack_into(self._memory, _NOTES + slot * 48, 1, op, ino, a, b, 0)
 
     def unnote(self, slot: int) -> None:
         self._words[(_NOTES + slot * 48) >> 3] = 0

@@ -23,17 +23,16 @@ import logging
 import os
 import select
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsecfs.errors import Busy, DsecfsError, MountError
+from dsecfs.errors import Busy, DsecfsError
 from dsecfs.fuse.config import FsConfig
-from dsecfs.fuse.mountpoint import check_mountable, unmount
+from dsecfs.fuse.mountpoint import unmount
+from dsecfs.fuse.session import Session, resend
 from dsecfs.fuse.shared import (
     POINTS_CRASH,
     POINTS_KILLED,
@@ -46,11 +45,6 @@ from dsecfs.fuse.shared import (
 
 log = logging.getLogger("dsecfs.fuse.supervisor")
 
-FUSE_NOTIFY_RESEND = 7
-"""include/uapi/linux/fuse.h, since 7.40 (Linux 6.9): ask unanswered requests again."""
-_OUT_HEADER = struct.Struct("=IiQ")
-"""struct fuse_out_header: len, error (the code of a notification), unique (0)."""
-
 EXIT_OVER = 0
 """A worker saw the end of the connection."""
 EXIT_DRAINED = 3
@@ -58,7 +52,6 @@ EXIT_DRAINED = 3
 EXIT_NOT_NEEDED = 4
 """A worker found another one serving."""
 
-INIT_LIMIT_S = 20.0
 FREE_RESTARTS = 3
 """Quick deaths in a row that are answered with an immediate restart."""
 QUICK_S = 2.0
@@ -69,8 +62,6 @@ BACKOFF_KILLED_S = 0.2
 """The longest pause after a kill from outside, which says nothing about the next worker."""
 FIRST_TRIES = 3
 """Workers of a new mount that may fail before the mount is given up."""
-ACTIVE_STUCK_S = 30.0
-"""A standby ends an active supervisor that gave no sign of life for so long."""
 
 
 class Role(enum.Enum):
@@ -86,91 +77,23 @@ class _Forked(BaseException):
         self.role = role
 
 
-@dataclass
-class Session:
-    """A mounted FUSE connection whose INIT is answered."""
+class Silence:
+    """How long a beat has not changed, counting only time in which we ran ourselves: after a
+    freeze of the whole family the other one gets its chance first."""
 
-    fuse_fd: int
-    shell: Any
+    def __init__(self) -> None:
+        self._beat = -1
+        self._silent_s = 0.0
+        self._looked = time.monotonic()
 
-
-def resend(fuse_fd: int) -> bool:
-    """Have the kernel ask all unanswered requests again. False if it does not know how."""
-    try:
-        os.write(fuse_fd, _OUT_HEADER.pack(_OUT_HEADER.size, FUSE_NOTIFY_RESEND, 0))
-    except OSError as e:
-        if e.errno == errno.EINVAL:
-            return False
-        if e.errno not in (errno.ENOTCONN, errno.ENODEV, errno.ECONNABORTED):
-            raise
-    return True
-
-
-def mount(config: FsConfig) -> Session:
-    """Mount and answer INIT in this process. MountError says what the kernel said."""
-    check_mountable()
-    import pyfuse3
-    import trio
-
-    class Shell(pyfuse3.Operations):
-        """What pyfuse3 calls. A worker puts its own handlers over these (worker.serve)."""
-
-        enable_writeback_cache = False
-        enable_acl = True
-        supports_dot_lookup = False
-        until_init: trio.CancelScope | None = None
-
-        def init(self) -> None:
-            # Called while INIT is answered. The cancelled loop raises at its next wait,
-            # before it could read a second request.
-            if self.until_init is not None:
-                self.until_init.cancel()
-
-    options = {"default_permissions", "ro", f"fsname=dsec:{config.tree or 'node'}", "subtype=dsec"}
-    if config.allow_other:
-        options.add("allow_other")
-    if os.geteuid() == 0:
-        options |= {"suid", "dev"}
-    shell = Shell()
-    others = _fuse_descriptors()
-    try:
-        pyfuse3.init(shell, config.mountpoint, options)
-    except RuntimeError as e:
-        raise MountError(
-            f"mount FUSE at {config.mountpoint}: {e}",
-            hint="see the log; without root, allow_other needs user_allow_other in /etc/fuse.conf",
-        ) from None
-
-    async def answer_init() -> bool:
-        with trio.move_on_after(INIT_LIMIT_S) as limit, trio.CancelScope() as shell.until_init:
-            await pyfuse3.main(1, 1)
-        return not limit.cancelled_caught
-
-    answered = trio.run(answer_init)
-    shell.until_init = None
-    try:
-        (fuse_fd,) = _fuse_descriptors() - others
-    except ValueError:
-        raise MountError(
-            f"mount FUSE at {config.mountpoint}: cannot tell its descriptor from others",
-            hint="start one mount per process",
-        ) from None
-    if not answered:
-        unmount(Path(config.mountpoint), detach=True)
-        raise MountError(f"mount FUSE at {config.mountpoint}: no INIT in {INIT_LIMIT_S:.0f} s")
-    os.set_inheritable(fuse_fd, False)
-    return Session(fuse_fd, shell)
-
-
-def _fuse_descriptors() -> set[int]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
-                found.add(int(name))
-        except FileNotFoundError:
-            pass
-    return found
+    def since(self, beat: int) -> float:
+        """Look at the beat; seconds since it last changed. Call it about once a second."""
+        now = time.monotonic()
+        self._silent_s += min(now - self._looked, 2.0)
+        self._looked = now
+        if beat != self._beat:
+            self._beat, self._silent_s = beat, 0.0
+        return self._silent_s
 
 
 class Supervisor:
@@ -212,9 +135,7 @@ class Supervisor:
         self._quick_deaths = 0
         self._not_before = 0.0
         self._peer_not_before = 0.0
-        self._beat = 0
-        self._silent_s = 0.0
-        self._looked = time.monotonic()
+        self._silence = Silence()
         self._was_stuck = False
         self._failure = ""
 
@@ -268,6 +189,7 @@ class Supervisor:
         self._install_signals()
         peer = self._peer
         assert peer is not None
+        silence = Silence()
         while True:
             poll = select.poll()
             poll.register(peer.fd, select.POLLIN)
@@ -276,14 +198,10 @@ class Supervisor:
             if self._inherited.fuse_fd in ready and peer.fd not in ready:
                 # The active supervisor collects everybody, us first.
                 peer.wait(30)
-            beat = self._page.active_beat_ns
-            silent = time.monotonic_ns() - beat > ACTIVE_STUCK_S * 1e9
-            if peer.fd not in ready and silent:
-                time.sleep(2)
-                if self._page.active_beat_ns == beat:
-                    log.error("active supervisor %d gives no sign of life: ended", peer.pid)
-                    peer.signal(signal.SIGKILL)
-                    peer.wait(10)
+            if silence.since(self._page.active_beat_ns) > self._config.supervisor_stuck_s:
+                log.error("active supervisor %d gives no sign of life: ended", peer.pid)
+                peer.signal(signal.SIGKILL)
+                peer.wait(10)
             if not peer.alive:
                 log.warning("supervisor %d is gone, supervisor %d goes on", peer.pid, os.getpid())
                 peer.reap()
@@ -440,18 +358,11 @@ class Supervisor:
         if self._announce is not None and self._page.generation:
             announce, self._announce = self._announce, None
             announce("")
-        # Only time in which we ran ourselves counts: after a freeze of the whole family
-        # the worker gets its chance first.
-        self._silent_s += min(now - self._looked, 2.0)
-        self._looked = now
-        beat = self._page.beat_ns
-        if beat != self._beat:
-            self._beat, self._silent_s = beat, 0.0
-            return
-        if self._silent_s < self._config.stuck_s or not self._has_work():
+        silent_s = self._silence.since(self._page.beat_ns)
+        if silent_s < self._config.stuck_s or not self._has_work():
             return
         log.error("worker %d is stuck: ended", worker.pid)
-        self._silent_s, self._was_stuck = 0.0, True
+        self._silence, self._was_stuck = Silence(), True
         worker.signal(signal.SIGABRT)  # faulthandler writes where it is stuck to the log
         if not worker.wait(2):
             worker.signal(signal.SIGKILL)

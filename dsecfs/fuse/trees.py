@@ -54,7 +54,9 @@ class MergedTree:
     def __init__(self, images: Sequence[ErofsImage]) -> None:
         """`images` from top to bottom; at least one."""
         if not 0 < len(images) <= MAX_LAYERS:
-            raise BadInput(f"a tree of {len(images)} layers", hint=f"1 to {MAX_LAYERS} can be merged")
+            raise BadInput(
+                f"a tree of {len(images)} layers", hint=f"1 to {MAX_LAYERS} can be merged"
+            )
         self._images = tuple(reversed(images))
         self._parts: Bounded[int, Parts] = Bounded(_KEPT_DIRECTORIES)
         self._above: Bounded[int, tuple[int, bytes]] = Bounded(_KEPT_DIRECTORIES)

@@ -28,9 +28,10 @@ from dsecfs.fuse.blobs import BlobSource
 from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.control import ControlServer
 from dsecfs.fuse.operations import HANDLERS, Handlers
+from dsecfs.fuse.session import resend
 from dsecfs.fuse.shared import VERSION, Inherited, SharedPage, lock_worker
 from dsecfs.fuse.slots import Slots
-from dsecfs.fuse.supervisor import EXIT_DRAINED, EXIT_NOT_NEEDED, EXIT_OVER, resend
+from dsecfs.fuse.supervisor import EXIT_DRAINED, EXIT_NOT_NEEDED, EXIT_OVER
 from dsecfs.fuse.top import ROOT, Spaces
 
 log = logging.getLogger("dsecfs.fuse.worker")

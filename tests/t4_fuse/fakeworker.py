@@ -2,7 +2,8 @@
 
 Blob <hex> exists while data/blobs/<hex>/chunks does; that file holds its size as text.
 Byte k of block n (4 KiB) of a blob follows from the digest and n, so a reader can check
-what it gets; if there is a file data/blobs/<hex>/data, the blob is what that holds. Special files in the data directory make it misbehave.
+what it gets; if there is a file data/blobs/<hex>/data, the blob is what that holds. Special
+files in the data directory make it misbehave.
 """
 
 from __future__ import annotations

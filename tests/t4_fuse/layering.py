@@ -19,6 +19,8 @@ from tests.support.mounts import mounted
 from tests.support.trees import Blob, read_xattrs
 
 _libc = ctypes.CDLL(None, use_errno=True)
+CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
+"""cap_net_bind_service+ep (struct vfs_cap_data, revision 2)."""
 NAMES = [b"a", b"b", b"c", b"d", b"\xff\xfe"]
 BLOCKS = 32
 
@@ -48,8 +50,9 @@ def layers(draw: st.DrawFn, blob_blocks: int = BLOCKS) -> Inode:
                 extents.append(Extent((blocks + 2) * 4096, 0, (at + 3) * 4096, 100))
             made.extents = tuple(extents)
             made.size = extents[-1].logical + extents[-1].length if extents else 0
-            made.xattrs = draw(st.sampled_from([{}, {b"user.x": b"1"}, {b"security.capability": b""}]))
-            made.xattrs = {k: v or CAPABILITY for k, v in made.xattrs.items()}
+            made.xattrs = dict(
+                draw(st.sampled_from([{}, {b"user.x": b"1"}, {b"security.capability": CAPABILITY}]))
+            )
         made.uid = draw(st.sampled_from([0, 1000, 70000]))
         made.gid = draw(st.sampled_from([0, 1000]))
         made.mtime_ns = draw(st.sampled_from([0, 1_700_000_000_123_456_789, -5_000_000_000]))
@@ -73,10 +76,6 @@ def layers(draw: st.DrawFn, blob_blocks: int = BLOCKS) -> Inode:
         return here
 
     return fill(3)
-
-
-CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
-"""cap_net_bind_service+ep (struct vfs_cap_data, revision 2)."""
 
 
 def digest_of(text: str) -> str:

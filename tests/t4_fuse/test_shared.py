@@ -93,15 +93,15 @@ def key(n: int) -> RequestKey:
 
 def test_two_crashes_condemn_and_an_answer_acquits() -> None:
     page = SharedPage(SharedPage.create())
-    page.note(3, key(1))
-    page.note(NOTE_SLOTS - 1, key(2))
+    page.note(3, *key(1))
+    page.note(NOTE_SLOTS - 1, *key(2))
     assert page.pending()
     assert sorted(page.noted()) == [key(1), key(2)]
     assert page.blame(POINTS_CRASH) == []
     assert not page.pending()
     assert page.suspects() == {key(1): POINTS_CRASH, key(2): POINTS_CRASH}
     page.acquit(key(2))
-    page.note(0, key(1))
+    page.note(0, *key(1))
     assert page.blame(POINTS_CRASH) == [key(1)]
     assert page.suspects() == {key(1): POINTS_LIMIT}
     page.unnote(0)
@@ -110,10 +110,10 @@ def test_two_crashes_condemn_and_an_answer_acquits() -> None:
 
 def test_kills_from_outside_weigh_less() -> None:
     page = SharedPage(SharedPage.create())
-    for _ in range(7):
-        page.note(0, key(1))
+    for _ in range(31):
+        page.note(0, *key(1))
         assert page.blame(POINTS_KILLED) == []
-    page.note(0, key(1))
+    page.note(0, *key(1))
     assert page.blame(POINTS_KILLED) == [key(1)]
 
 

@@ -54,6 +54,15 @@ def test_worker_and_active_supervisor_at_once() -> None:
                 readers.check_progress()
 
 
+def test_a_stopped_supervisor_is_replaced() -> None:
+    with family(supervisor_stuck_s=1.0) as f:
+        s = f.settled()
+        os.kill(s["active"], signal.SIGSTOP)
+        wait_for("another one", lambda: f.status()["active"] == s["standby"])
+        assert s["active"] not in f.pids()
+        assert f.status()["worker"] == s["worker"]
+
+
 def test_upgrade_under_load() -> None:
     with family() as f:
         digest = f.add_blob("big", SIZE)

@@ -315,8 +315,8 @@ def test_without_root() -> None:
         )
         done = subprocess.run(
             ["unshare", "--mount", "--propagation", "private", "sh", "-ec", OPEN_DEV_FUSE,
-             str(f.top / "fuse"), "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *READ_ANYTHING,
-             sys.executable, "-c", code, str(f.top), f.config.entry],
+             str(f.top / "fuse"), "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups",
+             *READ_ANYTHING, sys.executable, "-c", code, str(f.top), f.config.entry],
             capture_output=True,
             text=True,
             timeout=60,
