@@ -125,6 +125,10 @@ class NetFault:
         """The next requests get these faults, one each, in this order."""
         self._faults.extend(faults)
 
+    def forget(self) -> None:
+        """Drop faults that have not struck yet."""
+        self._faults.clear()
+
     @contextlib.contextmanager
     def down(self) -> Iterator[None]:
         """Inside, all connections are reset and new ones too: the server is gone."""

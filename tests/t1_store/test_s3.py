@@ -32,6 +32,9 @@ from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 
 DATA = os.urandom(1 << 20)
 
+PASS = Fault("stall", seconds=0)
+"""Lets a request through. A PUT is two on the wire ("Expect: 100-continue"): headers, body."""
+
 
 @pytest.fixture
 def proxy(s3_server: Seaweed) -> Iterator[NetFault]:
@@ -109,8 +112,12 @@ def test_a_server_that_is_gone(raw: S3Store, proxy: NetFault) -> None:
 
 def test_a_put_whose_answer_was_lost_on_the_wire_won(raw: S3Store, proxy: NetFault) -> None:
     store = open_store(raw.url, policy=RetryPolicy(first_delay_s=0.001))
+    proxy.fail(PASS, Fault("cut", 0))
+    with pytest.raises(StoreUnavailable):
+        raw.put_if_absent("done", b"x")
+    assert raw.get("done") == b"x", "the put itself must have been done"
     for i in range(4):
-        proxy.fail(Fault("cut", 0))
+        proxy.fail(PASS, Fault("cut", 0))
         assert store.put_if_absent(f"r/{i}", b"equal") is True
         assert store.put_if_absent(f"r/{i}", b"equal") is False
     assert len(list(store.list("r"))) == 4
@@ -125,7 +132,7 @@ def test_one_wins_although_answers_are_lost_on_the_wire(raw: S3Store, proxy: Net
         ready.wait(30)
         return store.put_if_absent("race", b"equal")
 
-    proxy.fail(*[Fault("cut", 0)] * 6)
+    proxy.fail(*[PASS, Fault("cut", 0)] * 6)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(write, range(8))).count(True) == 1
     store.close()
@@ -133,11 +140,9 @@ def test_one_wins_although_answers_are_lost_on_the_wire(raw: S3Store, proxy: Net
 
 def test_nothing_is_visible_of_a_put_cut_in_the_middle(raw: S3Store, proxy: NetFault) -> None:
     raw.put_content("warm", b"x")
-    # With "Expect: 100-continue" a body is a second request on the wire.
-    proxy.fail(*[Fault("cut", 300_000, side="request")] * 2)
+    proxy.fail(PASS, Fault("cut", 300_000, side="request"))
     with pytest.raises(StoreUnavailable):
         raw.put_if_absent("half", DATA)
-    proxy._faults.clear()
     with pytest.raises(NotFound):
         raw.stat("half")
     assert raw.put_if_absent("half", DATA) is True
@@ -161,10 +166,14 @@ def test_a_failed_multipart_upload_leaves_no_parts(raw: S3Store, proxy: NetFault
     with pytest.raises(StoreError, match="source had"):
         raw.put_content("o/a", Shrinking(bytes(3 * PART)))
     assert list(raw.list("")) == [] and uploads(raw) == []
-    proxy.fail(Fault("stall", seconds=0), *[Fault("cut", 5_000_000, side="request")] * 3)
+    # One request begins the upload, then come three parts with headers and body each: of
+    # four faults at least one hits a body.
+    before = proxy.bytes_up
+    proxy.fail(PASS, *[Fault("cut", 5_000_000, side="request")] * 4)
     with pytest.raises(StoreUnavailable):
         raw.put_content("o/a", io.BytesIO(bytes(3 * PART)))
-    proxy._faults.clear()
+    assert proxy.bytes_up - before > 5_000_000
+    proxy.forget()
     assert list(raw.list("")) == [] and uploads(raw) == []
 
 
