@@ -22,6 +22,7 @@ before. What must hold (docs/formats.md; the collector's side is docs/gc-protoco
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -36,6 +37,8 @@ from dsecfs.errors import Busy, Conflict, DsecfsError, FormatError, NotFound, St
 from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.manifest import Fields, canonical_json, load_json
 from dsecfs.store.base import Store, head_key, lease_prefix, object_key
+
+log = logging.getLogger(__name__)
 
 LEASE_FORMAT = 1
 LEASE_KINDS = ("publish", "node")
@@ -297,9 +300,9 @@ class Lease:
             with self._lock:
                 try:
                     self._write()
-                except DsecfsError:
+                except DsecfsError as e:
                     # Tried again at the next turn; `check` tells when it was too long.
-                    continue
+                    log.warning("lease %s was not renewed: %s", self.id, e)
 
 
 def live_layers(store: Store, now: float) -> dict[Digest, str]:

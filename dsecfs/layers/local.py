@@ -23,17 +23,24 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsecfs.errors import Busy, CacheError, DsecfsError, FormatError
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.manifest import BlobRef, LayerManifest, parse_manifest
 from dsecfs.nodedirs import NodeDirs, boot_id
 from dsecfs.store.base import Store, head_key
+
+if TYPE_CHECKING:
+    from dsecfs.layers.head import LayerHead
+
+log = logging.getLogger(__name__)
 
 OK_FORMAT = 1
 MAX_HEAD = 4 << 30
@@ -114,7 +121,7 @@ class LocalLayers:
 
     def _obtain(self, layer: Digest) -> LocalLayer:
         from dsecfs.cache.blob import write_chunk_list
-        from dsecfs.layers.head import LayerHead, decode_head
+        from dsecfs.layers.head import decode_head
 
         path, meta = self._dirs.head(layer), self._dirs.meta(layer)
         with self._lock(layer):
@@ -129,8 +136,7 @@ class LocalLayers:
                 pass
             try:
                 if head is None:
-                    data = self._store.get(head_key(layer), max_size=MAX_HEAD)
-                    head = decode_head(data, layer)
+                    data, head = self._fetch(layer)
                     _write(path, data)
                 if not _equal(meta, head.erofs):
                     _write(meta, head.erofs)
@@ -150,6 +156,18 @@ class LocalLayers:
                     hint="free space there, or set another directory",
                 ) from None
             return LocalLayer(layer, head.manifest, meta)
+
+    def _fetch(self, layer: Digest) -> tuple[bytes, LayerHead]:
+        """The stored head and what it says. One damaged answer is asked for again."""
+        from dsecfs.layers.head import decode_head
+
+        try:
+            data = self._store.get(head_key(layer), max_size=MAX_HEAD)
+            return data, decode_head(data, layer)
+        except FormatError as e:
+            log.warning("%s; reading it once more", e)
+        data = self._store.get(head_key(layer), max_size=MAX_HEAD)
+        return data, decode_head(data, layer)
 
     @contextlib.contextmanager
     def _lock(self, layer: Digest) -> Iterator[None]:

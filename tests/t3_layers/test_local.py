@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -173,8 +173,13 @@ def test_a_mounted_image_is_never_changed(
 
 
 def test_a_bad_head_in_the_store_is_refused(
-    store: Counting, dirs: NodeDirs, layer: Published, tmp_path: Path
+    store: Counting,
+    dirs: NodeDirs,
+    layer: Published,
+    tmp_path: Path,
+    expect_log: Callable[[str], None],
 ) -> None:
+    expect_log("reading it once more")
     other = publish(store, tmp_path, "b")
     path = Path(store.root, head_key(layer.digest))
     whole = path.read_bytes()
