@@ -58,9 +58,9 @@ class Blob:
 
     def matches(self, chunk: int, data: bytes) -> bool:
         """Whether `data` is that chunk."""
-        return len(data) == self.files.length(chunk) and hashlib.sha256(
-            data
-        ).digest() == self.chunk_digest(chunk)
+        if len(data) != self.files.length(chunk):
+            return False
+        return hashlib.sha256(data).digest() == self.chunk_digest(chunk)
 
     def __str__(self) -> str:
         return f"blob {self.digest[:12]}"

@@ -35,7 +35,7 @@ from dsecfs.cache.fetch import (
     follows,
 )
 from dsecfs.cache.layouts import Places, local_layout, newest_layout
-from dsecfs.cache.pool import Pool
+from dsecfs.cache.pool import Pool, Work
 from dsecfs.cache.stats import Stats
 from dsecfs.errors import CacheError, Corrupt, DsecfsError, NotFound, ShortRead
 from dsecfs.layers.digest import Digest
@@ -502,9 +502,7 @@ class Fetcher:
                 log.warning(
                     "%s: its data file was cut short; everything is fetched again", fetch.blob
                 )
-                self.local.submit_later(
-                    0.01, Priority.FOREGROUND, functools.partial(self._repair, fetch.blob, 100)
-                )
+                self._follow_up(0.01, functools.partial(self._repair, fetch.blob, 100))
             except OSError as e:
                 if e.errno in (errno.ENOSPC, errno.EDQUOT):
                     self._room.no_space()
@@ -523,7 +521,7 @@ class Fetcher:
             # Each keeps its blob open: not many of them.
             delay = SYNC_S if len(self._unsynced) < _MAX_UNSYNCED else 0.0
             self._unsynced.add(blob)
-        self.local.submit_later(delay, Priority.BACKGROUND, functools.partial(self.sync, blob))
+        self._follow_up(delay, functools.partial(self.sync, blob))
 
     def sync(self, blob: Blob) -> bool:
         """Make a blob's data durable. If the disk lost some of it, all is verified again:
@@ -541,9 +539,12 @@ class Fetcher:
 
     def _repair(self, blob: Blob, attempts: int) -> None:
         if not blob.files.repair() and attempts:
-            self.local.submit_later(
-                0.05, Priority.FOREGROUND, functools.partial(self._repair, blob, attempts - 1)
-            )
+            self._follow_up(0.05, functools.partial(self._repair, blob, attempts - 1))
+
+    def _follow_up(self, delay_s: float, work: Work) -> None:
+        """Something for later that nobody waits for: not done when the cache is closing."""
+        with contextlib.suppress(CacheError):
+            self.local.submit_later(delay_s, Priority.BACKGROUND, work)
 
     def _bad(self, fetch: Fetch) -> None:
         self._stats.add("corrupt_store")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,12 @@ def test_truncated_data_under_an_open_blob(
         got = blob.read(offset, CHUNK)
         assert got == packed.content[offset : offset + CHUNK]
     assert blob.read(0, blob.size) == packed.content
+    end = time.monotonic() + 10
+    data = dirs.blob(packed.digest) / "data"
+    while data.stat().st_size != blob.size and time.monotonic() < end:
+        time.sleep(0.005)
+    assert blob.read(0, blob.size) == packed.content
+    assert data.read_bytes() == packed.content and blob.complete()
 
 
 @pytest.mark.parametrize("name", ["present", "data", "used"])
