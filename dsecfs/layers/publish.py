@@ -8,6 +8,7 @@ again gives the same digest and succeeds, finds what is there, and heals what is
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -101,12 +102,33 @@ def publish_source(
             raise BadInput(f"{task}: it has hard links to files of layers below it")
         if at:
             tree = at_prefix(tree, os.fsencode(at), limits)
+        _settle(tree, meta.kind)
         blobs = [blob] if blob else []
         published = publish_tree(store, lease, tree.root, blobs, meta, notes=tree.notes, hook=hook)
         if name is not None:
             Catalog(store).put_ref(name, published.digest, lease=lease)
             hook("ref")
     return published
+
+
+_USUAL_MODES = {b"root": 0o700, b"tmp": 0o1777, b"var/tmp": 0o1777}
+"""Directories that everybody expects with modes other than 0755 (FHS 3.0, base-files)."""
+
+
+def _settle(tree: SourceTree, kind: str) -> None:
+    """Give directories that only exist because of what is in them the usual attributes.
+
+    A layer's directory hides the attributes of the one below it, so a workspace that is put
+    at /tmp/x must not make /tmp private, nor one published from a private directory "/".
+    """
+    for path, mode in _USUAL_MODES.items():
+        node: Inode | None = tree.root
+        for part in path.split(b"/"):
+            node = node.children.get(part) if node is not None and node.children else None
+        if node is not None and node in tree.implied:
+            node.mode = stat.S_IFDIR | mode
+    if kind in ("workspace", "toolkit"):
+        tree.root.mode, tree.root.uid, tree.root.gid = stat.S_IFDIR | 0o755, 0, 0
 
 
 def read_source(

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from dsecfs.errors import BadInput, Busy, Conflict, NotFound, UnsafeArchive
 from dsecfs.layers import leases
 from dsecfs.layers.catalog import Catalog
 from dsecfs.layers.digest import Digest
+from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.leases import Lease, live_layers, parse_lease, tombstone_key, verdict_key
 from dsecfs.layers.manifest import ProcessEnv
 from dsecfs.layers.names import Name, parse_name
@@ -94,6 +96,29 @@ def test_a_prefix_places_the_tree(store: DirectoryStore, archive: Path) -> None:
     done = publish(store, archive, at="/opt/dsh")
     paths = set(layer_listing(store, done.digest))
     assert b"opt/dsh/bin/dsh" in paths and b"bin" not in paths
+
+
+@pytest.mark.parametrize(
+    ("at", "path", "mode"),
+    [("/tmp/work", b"tmp", 0o1777), ("/root/x", b"root", 0o700), ("/opt/x", b"opt", 0o755)],
+)
+def test_directories_on_the_way_have_their_usual_modes(
+    store: DirectoryStore, archive: Path, at: str, path: bytes, mode: int
+) -> None:
+    image = ErofsImage(publish(store, archive, at=at).head.erofs)
+    assert stat.S_IMODE(image.stat(image.resolve(path)).mode) == mode
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("workspace", 0o755), ("base", 0o700)])
+def test_only_a_base_decides_on_the_root_directory(
+    store: DirectoryStore, tmp_path: Path, kind: str, mode: int
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    (private / "file").write_text("x")
+    layer = open_image(f"dir:{private}").layers[0]
+    image = ErofsImage(publish_source(store, layer, None, Meta(kind, "linux/amd64")).head.erofs)
+    assert stat.S_IMODE(image.stat(image.root_nid).mode) == mode
 
 
 def test_the_digest_depends_on_content_alone(tmp_path: Path, archive: Path) -> None:
