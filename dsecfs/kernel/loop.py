@@ -1,4 +1,4 @@
-"""Read-only loop devices, for kernels whose EROFS mounts block devices only.
+"""Loop devices: for kernels whose EROFS mounts block devices only, and for disks with a limit.
 
 What must hold: a device is *autoclear*: it goes away by itself when the last user (our
 descriptor, then the mount) lets go, so a crash leaves none behind.
@@ -37,9 +37,11 @@ def _config(backing: int, name: str, flags: int) -> bytes:
     return _CONFIG.pack(backing, BLOCK_SIZE, info, *([0] * 8))
 
 
-def attach_loop(path: Path, *, direct_io: bool) -> int:
-    """A descriptor of a loop device over the file `path`. Closing it frees the device
-    unless something else has it open. MountError; Unsupported where there is no loop driver.
+def attach_loop(path: Path, *, direct_io: bool, writable: bool = False) -> int:
+    """A descriptor of a loop device over the file `path`, read-only unless `writable`. Closing
+    it frees the device unless something else has it open (a mount).
+
+    MountError; Unsupported where there is no loop driver.
     """
     try:
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
@@ -50,12 +52,12 @@ def attach_loop(path: Path, *, direct_io: bool) -> int:
         ) from None
     with closing(control):
         try:
-            backing = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            backing = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as e:
             raise MountError(f"loop device for {path}: {e.strerror}", errno=e.errno or 0) from None
         with closing(backing):
             for _ in range(_TRIES):
-                device = _try(control, backing, path, direct_io)
+                device = _try(control, backing, path, direct_io, writable)
                 if device is not None:
                     return device
     raise MountError(
@@ -64,13 +66,14 @@ def attach_loop(path: Path, *, direct_io: bool) -> int:
     )
 
 
-def _try(control: int, backing: int, path: Path, direct_io: bool) -> int | None:
+def _try(control: int, backing: int, path: Path, direct_io: bool, writable: bool) -> int | None:
     """One attempt; None if somebody else took the device first."""
-    flags = _READ_ONLY | _AUTOCLEAR
+    flags = _AUTOCLEAR | (0 if writable else _READ_ONLY)
+    access = os.O_RDWR if writable else os.O_RDONLY
     device = -1
     try:
         number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
-        device = os.open(f"/dev/loop{number}", os.O_RDONLY | os.O_CLOEXEC)
+        device = os.open(f"/dev/loop{number}", access | os.O_CLOEXEC)
         try:
             wanted = flags | (_DIRECT_IO if direct_io else 0)
             fcntl.ioctl(device, _LOOP_CONFIGURE, _config(backing, str(path), wanted))

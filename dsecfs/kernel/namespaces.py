@@ -65,7 +65,7 @@ class _Job(Generic[T]):
     def run(self) -> None:
         try:
             self._value.append(self._work())
-        except BaseException as e:  # noqa: BLE001  # handed to the caller, who raises it
+        except BaseException as e:  # handed to the caller, who raises it
             self._error = e
         finally:
             self.done.set()
@@ -187,7 +187,9 @@ def pin_namespace(path: Path, prepare: Callable[[], None]) -> bool:
 
         thread = NamespaceThread(enter, f"make {path.name}")
         try:
-            own = thread.call(lambda: f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/mnt")
+            own = thread.call(
+                lambda: f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/mnt"
+            )
             path.touch(mode=0o600)
             mount(own, path, "", MS_BIND)
         finally:

@@ -89,7 +89,9 @@ def version() -> tuple[int, int]:
 
 def filesystems() -> frozenset[str]:
     """File systems that are built in or loaded (/proc/filesystems)."""
-    return frozenset(line.split()[-1] for line in Path("/proc/filesystems").read_text().splitlines())
+    return frozenset(
+        line.split()[-1] for line in Path("/proc/filesystems").read_text().splitlines()
+    )
 
 
 def quick_mode() -> tuple[Mode, str]:
@@ -188,9 +190,7 @@ def _attempt(
         reasons.setdefault(mode, str(e))
 
 
-def _try_mounts(
-    scratch: Path, found: dict[str, bool], reasons: dict[str, str]
-) -> int | None:
+def _try_mounts(scratch: Path, found: dict[str, bool], reasons: dict[str, str]) -> int | None:
     """Runs in a private mount namespace, which ends with its thread; so do its mounts."""
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory("", "dsec-probe-", scratch)))
@@ -243,7 +243,9 @@ def _try_overlay(lower: int, place: Path, found: dict[str, bool], reasons: dict[
             fs.set("lowerdir+", second)
             os.close(fs.mount())
 
-    _attempt("overlay_detached", "detached", found, reasons, lambda: overlay(f"/proc/self/fd/{lower}"))
+    _attempt(
+        "overlay_detached", "detached", found, reasons, lambda: overlay(f"/proc/self/fd/{lower}")
+    )
     attached = place / "attached"
     attached.mkdir()
     move_mount(lower, attached)

@@ -143,9 +143,7 @@ class FsContext:
     def mount(self, attributes: int = 0) -> int:
         """Make the file system and return a descriptor of a mount of it, attached nowhere."""
         self._config(_CMD_CREATE, None, None, 0, "")
-        result: int = _libc.syscall(
-            ctypes.c_long(_FSMOUNT), self._fd, _FSMOUNT_CLOEXEC, attributes
-        )
+        result: int = _libc.syscall(ctypes.c_long(_FSMOUNT), self._fd, _FSMOUNT_CLOEXEC, attributes)
         if result < 0:
             code = ctypes.get_errno()
             raise failed(self.what, code, self._words())
@@ -172,7 +170,10 @@ class FsContext:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -222,8 +223,9 @@ def mount(
     if _libc.mount(
         _path(source), _path(target), fstype.encode(), ctypes.c_ulong(flags), data.encode()
     ):
-        raise failed(f"mount {fstype or os.fsdecode(source)} on {os.fsdecode(target)}",
-                     ctypes.get_errno())
+        raise failed(
+            f"mount {fstype or os.fsdecode(source)} on {os.fsdecode(target)}", ctypes.get_errno()
+        )
 
 
 def umount(target: str | bytes | Path, *, detach: bool = False) -> bool:

@@ -36,9 +36,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dsecfs.errors import BadInput, Busy
+from dsecfs.kernel.mountinfo import mounts_here
 from dsecfs.kernel.namespaces import (
     NamespaceThread,
     enter_namespace,
+    is_pinned,
     pin_namespace,
     prune_mounts,
 )
@@ -48,7 +50,7 @@ from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.local import LocalLayer
 from dsecfs.locks import locked_file
 from dsecfs.mount.erofs import READ_AHEAD_KIB, erofs_mount
-from dsecfs.mount.overlay import clone_mounts
+from dsecfs.mount.overlay import clone_mounts, needs_attached_layers, overlay_root
 from dsecfs.nodedirs import NodeDirs
 
 RECORD_FORMAT = 1
@@ -176,9 +178,7 @@ class LayerMounts:
         For recording: read-ahead is off, so what is read is what was asked for.
         """
         with self._locked(layer.digest) as place:
-            made = self._make(
-                place, layer, devices, private=True, read_ahead_kib=read_ahead_kib
-            )
+            made = self._make(place, layer, devices, private=True, read_ahead_kib=read_ahead_kib)
             self._add(made, holder)
             return made.mnt
 
@@ -194,6 +194,32 @@ class LayerMounts:
         """Descriptors of unattached clones of acquired mounts, with owners shifted by the
         mapping of the user namespace `userns`. The caller closes them."""
         return self.start().call(lambda: clone_mounts(paths, userns))
+
+    def overlay(
+        self, lowers: Sequence[int], upper: int | None, *, what: str, place: Path, volatile: bool
+    ) -> int:
+        """`overlay_root` of clones. On kernels that want layers attached, they are attached below
+        `place` for a moment, in the namespace of the mounts; a crash in between leaves them
+        there for `detach_below(place)`."""
+        if not needs_attached_layers():
+            return overlay_root(lowers, upper, what=what, volatile=volatile)
+        return self.start().call(
+            lambda: overlay_root(
+                lowers, upper, what=what, volatile=volatile, attach=place / "attached"
+            )
+        )
+
+    def detach_below(self, place: Path) -> None:
+        """Unmount what a crash in `overlay` left below `place`."""
+        if not is_pinned(self.namespace):
+            return
+
+        def work() -> None:
+            for mount in reversed(mounts_here()):
+                if mount.point.is_relative_to(place):
+                    umount(mount.point, detach=True)
+
+        self.start().call(work)
 
     # -- keeping order -----------------------------------------------------------------
 
@@ -366,9 +392,7 @@ class LayerMounts:
     def _mount(
         self, path: Path, layer: LocalLayer, devices: Sequence[Path], read_ahead_kib: int
     ) -> _Generation:
-        fd = erofs_mount(
-            layer.meta_path, devices, mode=self._mode, read_ahead_kib=read_ahead_kib
-        )
+        fd = erofs_mount(layer.meta_path, devices, mode=self._mode, read_ahead_kib=read_ahead_kib)
         try:
             self.start().call(lambda: move_mount(fd, path / "mnt"))
         finally:

@@ -1,0 +1,12 @@
+"""One node: layers become sandboxes. Imports dsecfs, never dsec_api.
+
+run.py         one command in a container, from preparation to the last clean-up
+sandbox.py     what can remain of a run, and who removes it: records and recovery
+bundle.py      the OCI configuration that crun gets
+seccomp.py     the system calls a container may make
+users.py       users, groups and programs of an image, looked up without trusting it
+namespace.py   the pinned mount namespace in which crun runs
+uids.py        ranges of user ids, one per sandbox
+upper.py       where a sandbox writes
+skeleton.py    the lowest layer of every container: mount points, /etc/hosts
+"""

@@ -1,0 +1,273 @@
+"""The OCI configuration (config.json) that crun gets.
+
+What must hold:
+- a container is alone: its own user, pid, ipc, uts, mount, cgroup and network namespaces; the
+  network has nothing but a loopback device, and belongs to the container's user namespace;
+- capabilities, masked and read-only paths are docker's, and more of /proc is hidden;
+- nothing of ours is inside but PID 1, a static reaper bind-mounted read-only into the
+  container's own /dev: no socket, no log, no path in the image, nothing in the upper;
+- `no_new_privileges` is off unless asked for, as in docker: sudo and other setuid programs
+  belong to many environments, and what they gain ends at the user namespace.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsec_runtime.seccomp import profile
+from dsec_runtime.users import User
+from dsecfs.errors import BadInput
+from dsecfs.kernel.namespaces import IdRange
+from dsecfs.kernel.probe import cgroup_layout
+
+OCI_VERSION = "1.0.2"
+ROOT = "rootfs"
+"""The mount point of the merged tree in the bundle. A relative path: crun looks it up when it
+is the container's root already, who may not pass through our private directories."""
+INIT = "/dev/init"
+"""Where PID 1 appears: in the tmpfs that crun makes for /dev."""
+
+CAPABILITIES = tuple(
+    f"CAP_{name}"
+    for name in (
+        "AUDIT_WRITE",
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "KILL",
+        "MKNOD",
+        "NET_BIND_SERVICE",
+        "NET_RAW",
+        "SETFCAP",
+        "SETGID",
+        "SETPCAP",
+        "SETUID",
+        "SYS_CHROOT",
+    )
+)
+"""Docker's default set. They count in the container's user namespace only."""
+
+MASKED = (
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/config.gz",
+    "/proc/dynamic_debug",
+    "/proc/interrupts",
+    "/proc/kallsyms",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/key-users",
+    "/proc/kmsg",
+    "/proc/kpagecgroup",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
+    "/proc/latency_stats",
+    "/proc/modules",
+    "/proc/mtrr",
+    "/proc/pagetypeinfo",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/slabinfo",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/vmallocinfo",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+    "/sys/fs/selinux",
+    "/sys/kernel",
+)
+"""Docker's list; the page files of /proc (reading kpagecgroup has crashed kernels); and what
+tells about the host's kernel or makes its use easier to attack."""
+
+READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+
+OPEN_FILES = (65536, 1 << 20)
+"""Soft and hard RLIMIT_NOFILE, as far as our own hard limit allows."""
+SHM_BYTES = 64 << 20
+CPU_PERIOD_US = 100_000
+OOM_SCORE = 500
+"""When the machine is out of memory, sandboxes go before its services."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a container may use at most. None: no limit."""
+
+    memory: int | None = None
+    """Bytes, swap included."""
+    cpus: float | None = None
+    """CPU time per time, e.g. 1.5."""
+    pids: int | None = 4096
+    """Processes and threads."""
+
+    def check(self) -> None:
+        """BadInput for values that no kernel takes."""
+        if self.memory is not None and self.memory < 4 << 20:
+            raise BadInput(f"memory limit of {self.memory} bytes", hint="use 4 MiB or more")
+        if self.cpus is not None and not 0.01 <= self.cpus <= 4096:
+            raise BadInput(f"CPU limit of {self.cpus:g}", hint="use 0.01 to 4096 CPUs")
+        if self.pids is not None and not 2 <= self.pids <= 4 << 20:
+            raise BadInput(f"limit of {self.pids} processes", hint="use 2 to 4194304")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What runs first in a container, below PID 1."""
+
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    user: User
+    tty: bool
+    no_new_privileges: bool
+
+
+def environment(env: Mapping[str, str]) -> list[str]:
+    """NAME=value strings for execve. BadInput for what it cannot take."""
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise BadInput(
+                f"environment variable {name[:64]!r} cannot be set",
+                hint='a name has no "=", and neither it nor the value a NUL',
+            )
+    return [f"{name}={value}" for name, value in env.items()]
+
+
+def config(
+    process: Process,
+    *,
+    init: Path,
+    hostname: str,
+    ids: IdRange,
+    cgroup: str,
+    limits: Limits,
+    seccomp: bool = True,
+) -> dict[str, Any]:
+    """The configuration of one container whose merged tree is at `rootfs` in its bundle."""
+    mapping = [{"containerID": 0, "hostID": ids.start, "size": ids.size}]
+    return {
+        "ociVersion": OCI_VERSION,
+        "process": _process(process),
+        "root": {"path": ROOT, "readonly": False},
+        "hostname": hostname,
+        "mounts": _mounts(init),
+        "linux": {
+            "namespaces": [
+                {"type": kind}
+                for kind in ("user", "pid", "ipc", "uts", "mount", "cgroup", "network")
+            ],
+            "uidMappings": mapping,
+            "gidMappings": mapping,
+            "cgroupsPath": cgroup,
+            "resources": _resources(limits),
+            "maskedPaths": list(MASKED),
+            "readonlyPaths": list(READ_ONLY),
+            **({"seccomp": profile()} if seccomp else {}),
+        },
+    }
+
+
+def _process(process: Process) -> dict[str, Any]:
+    user = process.user
+    # As docker does: a user who is not root starts with nothing but the bounding set, so a
+    # setuid program can still get what is in it.
+    held = list(CAPABILITIES) if user.uid == 0 else []
+    soft, hard = _open_files()
+    return {
+        "terminal": process.tty,
+        "user": {"uid": user.uid, "gid": user.gid, "additionalGids": list(user.groups)},
+        "args": [INIT, "--", *process.args],
+        "env": environment(process.env),
+        "cwd": process.cwd,
+        "capabilities": {
+            "bounding": list(CAPABILITIES),
+            "effective": held,
+            "permitted": held,
+            "inheritable": [],
+            "ambient": [],
+        },
+        "rlimits": [
+            {"type": "RLIMIT_NOFILE", "soft": soft, "hard": hard},
+            {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
+        ],
+        "noNewPrivileges": process.no_new_privileges,
+        "oomScoreAdj": OOM_SCORE,
+    }
+
+
+def _open_files() -> tuple[int, int]:
+    _, ours = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = OPEN_FILES[1] if ours == resource.RLIM_INFINITY else min(ours, OPEN_FILES[1])
+    return min(OPEN_FILES[0], hard), hard
+
+
+def _mounts(init: Path) -> list[dict[str, Any]]:
+    def mount(at: str, kind: str, *options: str) -> dict[str, Any]:
+        return {"destination": at, "type": kind, "source": kind, "options": list(options)}
+
+    safe = ("nosuid", "noexec", "nodev")
+    mounts = [
+        mount("/proc", "proc", *safe),
+        mount("/dev", "tmpfs", "nosuid", "strictatime", "mode=755", "size=64k"),
+        mount(
+            "/dev/pts",
+            "devpts",
+            "nosuid",
+            "noexec",
+            "newinstance",
+            "ptmxmode=0666",
+            "mode=0620",
+            "gid=5",
+        ),
+        mount("/dev/shm", "tmpfs", *safe, "mode=1777", f"size={SHM_BYTES}"),
+        mount("/dev/mqueue", "mqueue", *safe),
+        mount("/sys", "sysfs", *safe, "ro"),
+    ]
+    if _layout() == "v2":
+        # Version 1 is left out: one mount per controller, and nothing reads its limits there.
+        mounts.append(mount("/sys/fs/cgroup", "cgroup", *safe, "relatime", "ro"))
+    mounts.append(
+        {
+            "destination": INIT,
+            "type": "bind",
+            "source": str(init),
+            "options": ["bind", "ro", "nosuid", "nodev"],
+        }
+    )
+    return mounts
+
+
+@functools.cache
+def _layout() -> str:
+    return cgroup_layout()[0]
+
+
+@functools.cache
+def _counts_swap() -> bool:
+    """Whether a limit on memory and swap together can be set."""
+    if _layout() == "v2":
+        return True
+    return os.path.exists("/sys/fs/cgroup/memory/memory.memsw.limit_in_bytes")
+
+
+def _resources(limits: Limits) -> dict[str, Any]:
+    limits.check()
+    resources: dict[str, Any] = {}
+    if limits.memory is not None:
+        resources["memory"] = {"limit": limits.memory}
+        if _counts_swap():
+            resources["memory"]["swap"] = limits.memory
+    if limits.cpus is not None:
+        quota = max(1000, int(limits.cpus * CPU_PERIOD_US))
+        resources["cpu"] = {"quota": quota, "period": CPU_PERIOD_US}
+    if limits.pids is not None:
+        # PID 1 is ours.
+        resources["pids"] = {"limit": limits.pids + 1}
+    return resources

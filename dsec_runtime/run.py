@@ -1,0 +1,393 @@
+"""One command in a container, from preparation to the last clean-up.
+
+`run_container` is `dsec run`: one command, signals passed on. `Runner` is the same for a
+process that runs many: it keeps namespaces, threads and a few ranges of ids with their user
+namespaces, so that a run costs little more than crun itself.
+
+The steps, each undone if a later one fails:
+
+    range of ids, user namespace     kept by the Runner between runs
+    claim                            from here on a crash is cleared by `recover`
+    layers                           acquired, cloned with shifted owners
+    upper                            made, owned by the container's root
+    overlay                          unattached; user, program and directory are looked up in it
+    config.json, crun                in a copy of the pinned namespace, with the overlay attached
+
+What must hold: nothing of a run remains when `wait` returns or anything raises; what a
+killed process leaves is removed by the next `recover`, which every Runner does first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from dsec_runtime.bundle import ROOT, Limits, Process, config
+from dsec_runtime.namespace import RunNamespace
+from dsec_runtime.running import GRACE_S, Clock, Running, RunResult, forwarding, terminal_kept
+from dsec_runtime.sandbox import Sandboxes, new_id
+from dsec_runtime.skeleton import HOSTNAME, skeleton
+from dsec_runtime.uids import COUNT, FIRST, UidRange, UidRanges
+from dsec_runtime.upper import UpperKind, open_upper
+from dsec_runtime.users import User, check_directory, check_program, find_user
+from dsecfs.errors import BadInput, Unsupported
+from dsecfs.kernel.namespaces import user_namespace
+from dsecfs.kernel.probe import Mode
+from dsecfs.layers.environment import DEFAULT_PATH
+from dsecfs.layers.local import LocalLayer
+from dsecfs.mount import Holder, LayerMounts
+from dsecfs.nodedirs import NodeDirs
+
+IDLE_RANGES = 8
+"""Ranges of ids a Runner keeps for its next runs."""
+_INIT_PROGRAMS = ("/usr/bin/catatonit", "/usr/libexec/podman/catatonit")
+_SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin"
+_HOSTNAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-.")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What to run, and in what."""
+
+    layers: tuple[LocalLayer, ...]
+    """Top first: toolkits, workspace, base."""
+    args: tuple[str, ...]
+    """The program and its arguments; found on PATH as execvp does."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """All of the environment; PATH, HOME, HOSTNAME and (with a terminal) TERM have defaults."""
+    cwd: str = "/"
+    user: str = ""
+    """NAME, UID, NAME:GROUP or UID:GID in the environment; "" is root."""
+    hostname: str = HOSTNAME
+    tty: bool = False
+    """Give it a terminal: standard input and output of this process must be one."""
+    stdin: int | None = None
+    """A descriptor; None is this process's own. The same for the other two."""
+    stdout: int | None = None
+    stderr: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    upper: UpperKind = "disk"
+    upper_limit: int | None = None
+    """Bytes the container can write; for `tmpfs` and `image` uppers."""
+    no_new_privileges: bool = False
+    seccomp: bool = True
+    timeout_s: float | None = None
+    """End the container after so long. None: it may run as long as it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A range of ids and a user namespace with its mapping, reused from run to run."""
+
+    range: UidRange
+    userns: int
+
+    def close(self) -> None:
+        os.close(self.userns)
+        self.range.release()
+
+
+class Runner:
+    """Runs containers on this node. Safe to use from several threads.
+
+    Use it in `with`, or `close` it. The node's directories and FUSE daemon are the caller's.
+    """
+
+    def __init__(
+        self,
+        dirs: NodeDirs,
+        *,
+        mode: Mode = "kernel",
+        cgroup_parent: str = "/dsec",
+        first_uid: int = FIRST,
+        uid_ranges: int = COUNT,
+        mounts: LayerMounts | None = None,
+    ) -> None:
+        """Unsupported, with what to install, when crun or PID 1 is missing, or `mode` is
+        "fuse": a FUSE mount's owners cannot be shifted by the kernel.
+
+        `mounts` are the node's layer mounts, closed by the caller; None makes them.
+        """
+        if mode == "fuse":
+            raise Unsupported(
+                "run a container: the portable mode has no container roots",
+                hint="dsec doctor says what the kernel needs for kernel or loop mode",
+            )
+        if os.geteuid() != 0:
+            raise Unsupported("run a container: not root", hint="run it as root")
+        self._dirs = NodeDirs(dirs.data.absolute(), dirs.run.absolute())
+        self._crun = _program("crun", "apt-get install crun")
+        self._init = _first(_INIT_PROGRAMS, "PID 1 (catatonit)", "apt-get install catatonit")
+        self._own_mounts = mounts is None
+        self.mounts = LayerMounts(self._dirs, mode=mode) if mounts is None else mounts
+        self._uids = UidRanges(self._dirs, first=first_uid, count=uid_ranges)
+        self._lock = threading.Lock()
+        self._namespace: RunNamespace | None = None
+        self._idle: list[_Slot] = []
+        self.sandboxes = Sandboxes(
+            self._dirs,
+            self.mounts,
+            self._in_namespace,
+            crun=self._crun,
+            cgroup_parent=cgroup_parent,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what is kept between runs. Mounts stay for the next process."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+            if self._namespace is not None:
+                self._namespace.close()
+                self._namespace = None
+        if self._own_mounts:
+            self.mounts.close()
+
+    # -- preparation -------------------------------------------------------------------
+
+    def prepare(self, ranges: int = 1) -> None:
+        """Make now what the first runs would make: namespaces, threads, `ranges` of ids."""
+        self._in_namespace()
+        self.mounts.start()
+        skeleton(self._dirs)
+        slots = [self._take_slot() for _ in range(ranges)]
+        for slot in slots:
+            self._give_back(slot)
+
+    def recover(self) -> list[str]:
+        """Remove what killed processes left on this node; ids of their sandboxes."""
+        cleared = self.sandboxes.recover()
+        self._uids.recover(self.sandboxes.uid_starts())
+        self.mounts.recover()
+        return cleared
+
+    def _in_namespace(self) -> RunNamespace:
+        with self._lock:
+            if self._namespace is None:
+                self._namespace = RunNamespace(self._dirs, (self._crun, self._init))
+            return self._namespace
+
+    def _take_slot(self) -> _Slot:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        taken = self._uids.acquire()
+        try:
+            return _Slot(taken, user_namespace(taken.ids))
+        except BaseException:
+            taken.release()
+            raise
+
+    def _give_back(self, slot: _Slot) -> None:
+        with self._lock:
+            if len(self._idle) < IDLE_RANGES:
+                self._idle.append(slot)
+                return
+        slot.close()
+
+    # -- running -----------------------------------------------------------------------
+
+    def run(self, spec: RunSpec) -> RunResult:
+        """Run to the end. Errors as `start` and `Running.wait`."""
+        return self.start(spec).wait()
+
+    def start(self, spec: RunSpec) -> Running:
+        """Start a container.
+
+        ProgramNotFound, NotExecutable, NoSuchUser, SandboxError for what the environment
+        lacks; BadInput for what no container can have; MountError, Busy from the mounts.
+        """
+        _check(spec)
+        clock = Clock()
+        with contextlib.ExitStack() as undo:
+            slot = self._take_slot()
+            # Not `_give_back`: a range whose sandbox was not cleared must not be used again.
+            undo.callback(slot.close)
+            clock.lap("ids")
+
+            sandbox = new_id()
+            layers = (*spec.layers, skeleton(self._dirs))
+            claim = self.sandboxes.claim(
+                sandbox, [layer.digest for layer in layers], slot.range.ids.start
+            )
+            undo.callback(self.sandboxes.clear, claim)
+            place = self.sandboxes.place(sandbox)
+            (place / ROOT).mkdir(mode=0o700, parents=True)
+            clock.lap("claim")
+
+            with contextlib.ExitStack() as open_fds:
+                tree = self._tree(spec, sandbox, layers, slot, open_fds, clock)
+                open_fds.callback(os.close, tree)
+                process = _resolve(spec, tree)
+                content = config(
+                    process,
+                    init=self._init,
+                    hostname=spec.hostname,
+                    ids=slot.range.ids,
+                    cgroup=self.sandboxes.cgroup(sandbox),
+                    limits=spec.limits,
+                    seccomp=spec.seccomp,
+                )
+                (place / "config.json").write_text(json.dumps(content))
+                _give_pipes(spec, slot.range.ids.start + process.user.uid)
+                clock.lap("bundle")
+                errors = place / "crun.log"
+                command = self.sandboxes.command(
+                    f"--log=file:{errors}", "run", "--bundle", str(place), sandbox
+                )
+                crun = self._in_namespace().start(
+                    tree,
+                    place / ROOT,
+                    command,
+                    stdin=spec.stdin,
+                    stdout=spec.stdout,
+                    stderr=spec.stderr,
+                    own_group=not spec.tty,
+                )
+                clock.lap("spawn")
+            undo.pop_all()
+
+        def clear() -> None:
+            try:
+                self.sandboxes.clear(claim, ended=True)
+            except BaseException:
+                claim.close()
+                slot.close()
+                raise
+            self._give_back(slot)
+
+        def kill() -> None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._in_namespace().run(
+                    self.sandboxes.command("kill", "--all", sandbox, "KILL"), timeout_s=GRACE_S
+                )
+
+        return Running(sandbox, crun, clear, kill, errors, clock, spec.timeout_s)
+
+    def _tree(
+        self,
+        spec: RunSpec,
+        sandbox: str,
+        layers: tuple[LocalLayer, ...],
+        slot: _Slot,
+        open_fds: contextlib.ExitStack,
+        clock: Clock,
+    ) -> int:
+        """The merged tree as an unattached mount; clones are closed with `open_fds`."""
+        holder = Holder(sandbox, self.sandboxes.record(sandbox))
+        paths = [self.mounts.acquire(layer, holder) for layer in layers]
+        clock.lap("layers")
+        lowers = self.mounts.clone(paths, slot.userns)
+        for fd in lowers:
+            open_fds.callback(os.close, fd)
+        clock.lap("clones")
+        upper = open_upper(
+            self._dirs, sandbox, spec.upper, spec.upper_limit, slot.range.ids, lowers[0]
+        )
+        open_fds.callback(os.close, upper)
+        clock.lap("upper")
+        tree = self.mounts.overlay(
+            lowers,
+            upper,
+            what=f"mount root of sandbox {sandbox}",
+            place=self.sandboxes.place(sandbox),
+            volatile=True,
+        )
+        clock.lap("overlay")
+        return tree
+
+
+def run_container(spec: RunSpec, dirs: NodeDirs, *, mode: Mode = "kernel") -> RunResult:
+    """Run one container to its end: what `dsec run` does.
+
+    Called in the main thread, signals go to the program; those that ask for an end are
+    followed by SIGKILL after GRACE_S, or when they come twice. Errors as `Runner.start`.
+    """
+    with Runner(dirs, mode=mode) as runner:
+        runner.recover()
+        with terminal_kept(spec.tty, spec.stdin), forwarding() as forward:
+            running = runner.start(spec)
+            forward(running)
+            return running.wait()
+
+
+def _check(spec: RunSpec) -> None:
+    """What can be refused before anything is made."""
+    if not spec.layers:
+        raise BadInput("run a container: no layers", hint="name an environment or a base")
+    if not spec.args or not spec.args[0]:
+        raise BadInput("run a container: no program", hint="give one after --")
+    if any("\0" in arg for arg in spec.args):
+        raise BadInput("run a container: an argument has a NUL byte")
+    name = spec.hostname
+    if not 0 < len(name) <= 63 or not set(name) <= _HOSTNAME_CHARACTERS or name[0] in "-.":
+        raise BadInput(f"host name {name[:80]!r}", hint="use letters, digits, - and ., at most 63")
+    spec.limits.check()
+    if spec.tty:
+        fds = (0 if spec.stdin is None else spec.stdin, 1 if spec.stdout is None else spec.stdout)
+        if not all(os.isatty(fd) for fd in fds):
+            raise BadInput(
+                "run a container with a terminal: standard input or output is none",
+                hint="leave out -t",
+            )
+
+
+def _resolve(spec: RunSpec, tree: int) -> Process:
+    """Look up user, directory and program in the merged tree."""
+    user: User = find_user(tree, spec.user)
+    env = {"PATH": DEFAULT_PATH, "HOME": user.home, "HOSTNAME": spec.hostname}
+    if spec.tty:
+        env["TERM"] = "xterm"
+    env.update(spec.env)
+    check_directory(tree, spec.cwd)
+    check_program(tree, spec.args[0], spec.cwd, env)
+    return Process(spec.args, env, spec.cwd, user, spec.tty, spec.no_new_privileges)
+
+
+def _give_pipes(spec: RunSpec, uid: int) -> None:
+    """Let the container open its pipes by name (/dev/stdout): they belong to who made them.
+
+    Only anonymous pipes: a file or terminal of the caller keeps its owner.
+    """
+    for number, given in enumerate((spec.stdin, spec.stdout, spec.stderr)):
+        fd = number if given is None else given
+        if fd < 0:
+            continue  # subprocess.DEVNULL, PIPE
+        with contextlib.suppress(OSError):
+            # Named ones show their path.
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                os.fchown(fd, uid, uid)
+
+
+def _program(name: str, how: str) -> Path:
+    found = shutil.which(name, path=_SYSTEM_PATH)
+    if found is None:
+        raise Unsupported(f"run a container: no {name} on this machine", hint=how)
+    return Path(os.path.realpath(found))
+
+
+def _first(paths: tuple[str, ...], what: str, how: str) -> Path:
+    for path in paths:
+        if os.access(path, os.X_OK):
+            return Path(path)
+    raise Unsupported(f"run a container: no {what} on this machine", hint=how)
