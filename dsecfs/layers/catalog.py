@@ -215,7 +215,8 @@ class Catalog:
             self._refs.forget(key)
 
     def restore_ref(self, name: Name) -> Ref:
-        """Bring a removed ref back. NotFound if it is not in the trash, Conflict as put_ref."""
+        """Bring a removed ref back. NotFound if it is not in the trash or what it leads to
+        has been collected, Conflict as put_ref."""
         key = ref_key(name.kind, name.name, name.version)
         removed = self._trash(key)
         if not removed:
@@ -224,6 +225,12 @@ class Catalog:
             )
         ref = parse_trash(self._store.get(removed[-1], max_size=MAX_REF), removed[-1])
         with self._lease() as lease:
+            # At the end of its time in the trash a collection may be about to delete it.
+            layers: Iterable[Digest] = [ref.digest]
+            if name.kind == "env":
+                lease.rely_on(env_key(ref.digest))
+                layers = self.get_env(ref.digest).layers()
+            lease.rely_on_layers(layers)
             if not lease.put_if_absent(key, ref.to_json()):
                 there = parse_ref(self._store.get(key, max_size=MAX_REF), f"ref {name}")
                 if there.digest != ref.digest:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from dsecfs.errors import Busy, DsecfsError
+from dsecfs.errors import Busy, DsecfsError, NotFound
 from dsecfs.layers import leases
 from dsecfs.layers.catalog import Catalog
 from dsecfs.layers.digest import Digest
@@ -175,6 +175,28 @@ def test_a_publisher_waits_for_a_deletion_and_puts_anew(
     thread.join(20)
     assert done == [layer]
     intact(store)
+
+
+def test_a_ref_is_restored_with_all_it_needs_or_not_at_all(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
+    name = parse_name("base/b:1")
+    publish(store, tmp_path, str(name), "x")
+    Catalog(store).remove_ref(name)
+    age(store, 15)
+    assert collect(store).tombstoned
+    Catalog(store).restore_ref(name)
+    age(store, 3)
+    collect(store)
+    intact(store)
+    Catalog(store).remove_ref(name)
+    age(store, 14.5)
+    collect(store)
+    age(store, 2.1)
+    collect(store, grace_s=1)
+    with pytest.raises(NotFound):
+        Catalog(store).restore_ref(name)
+    assert not keys(store, "refs/")
 
 
 def test_only_one_run_at_a_time(store: DirectoryStore, tmp_path: Path) -> None:
