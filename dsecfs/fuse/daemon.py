@@ -182,7 +182,12 @@ def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
     absolute = [str(Path(p).absolute()) for p in paths]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(absolute))}
+    return {
+        # Each of some 40 threads would keep the largest buffers it ever used (mallopt(3)).
+        "MALLOC_ARENA_MAX": "2",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(absolute)),
+    }
 
 
 # -- the daemon itself -----------------------------------------------------------------

@@ -17,7 +17,8 @@ import os
 import stat
 import time
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -39,6 +40,9 @@ from dsecfs.layers.tree import BLOCK, NAME_MAX
 
 log = logging.getLogger("dsecfs.fuse.operations")
 
+WAITING_BYTES = 48 << 20
+"""Bytes of reads that wait for the store at once: many enough to keep a distant one busy, few
+enough for the memory of a worker."""
 ISOLATION_S = 5.0
 """How long a suspected request waits for the one before it to be proven innocent."""
 
@@ -69,6 +73,29 @@ class QuietLog:
             self._since, self._count = now, 0
         self._count += 1
         return self._count <= self._limit
+
+
+class ByteBudget:
+    """At most so many bytes are being waited for; first come, first served."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._turn = trio.StrictFIFOLock()
+        self._freed = trio.lowlevel.ParkingLot()
+
+    @asynccontextmanager
+    async def hold(self, size: int) -> AsyncIterator[None]:
+        """Wait for room. A single request that is larger than all of it passes alone."""
+        async with self._turn:
+            while self._used and self._used + size > self._limit:
+                await self._freed.park()
+            self._used += size
+        try:
+            yield
+        finally:
+            self._used -= size
+            self._freed.unpark_all()
 
 
 def errno_of(error: DsecfsError, *, reading: bool) -> int:
@@ -131,6 +158,7 @@ class Handlers(pyfuse3.Operations):
         self._limit_s = request_limit_s
         self._quiet = QuietLog()
         self._isolation = trio.Lock()
+        self._waiting_bytes = ByteBudget(WAITING_BYTES)
         self.page = page
         self.free_notes = list(range(NOTE_SLOTS))
         self.suspects = page.suspects()
@@ -247,7 +275,8 @@ class Handlers(pyfuse3.Operations):
         if data is None:
             self.waited_reads += 1
             with trio.fail_after(self._limit_s):
-                data = await space.aread(node, off, size)
+                async with self._waiting_bytes.hold(size):
+                    data = await space.aread(node, off, size)
         return data
 
     @_guarded(6)
