@@ -12,6 +12,7 @@ zeros, never short. Several processes may use one cache directory at the same ti
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -141,8 +142,10 @@ class CachedBlob(Blob):
                 return self._served(offset, size, got, waited=bool(have))
             done = threading.Event()
             request = _Request(got, done.set)
+            self._fetcher.want([(self, got)], priority, request.listener)
             try:
-                self._ask(request, offset, size, priority)
+                if priority == Priority.FOREGROUND:
+                    self._run_ahead(self._ahead.missed(*self._chunks(offset, size)))
                 if not done.wait(max(0.0, end - time.monotonic())):
                     raise self._too_late(offset, size, deadline_s)
             finally:
@@ -178,8 +181,9 @@ class CachedBlob(Blob):
                 event = trio.Event()
                 token = trio.lowlevel.current_trio_token()
                 request = _Request(got, functools.partial(_wake, token, event))
+                self._fetcher.want([(self, got)], Priority.FOREGROUND, request.listener)
                 try:
-                    self._ask(request, offset, size, Priority.FOREGROUND)
+                    self._run_ahead(self._ahead.missed(*self._chunks(offset, size)))
                     await event.wait()
                 finally:
                     self._fetcher.drop(self, request.chunks, request.listener)
@@ -245,11 +249,6 @@ class CachedBlob(Blob):
         # fails or the file is short: then a fetch of each chunk looks closer, and heals.
         return None if nowait else list(range(first, last + 1))
 
-    def _ask(self, request: _Request, offset: int, size: int, priority: Priority) -> None:
-        self._fetcher.want([(self, request.chunks)], priority, request.listener)
-        if priority == Priority.FOREGROUND:
-            self._run_ahead(self._ahead.missed(*self._chunks(offset, size)))
-
     def _served(self, offset: int, size: int, data: Data, *, waited: bool) -> Data:
         if not waited:
             self._served_here(offset, size)
@@ -271,7 +270,8 @@ class CachedBlob(Blob):
         if chunks and self._fetcher.queued() < _MAX_QUEUED:
             state = self.files.state
             absent = [c for c in chunks if state(c) != VALID]
-            if absent:
+            # It is only advice: after `close` what is here is served all the same.
+            with contextlib.suppress(CacheError):
                 self._fetcher.want([(self, absent)], Priority.PREFETCH, _nobody)
 
     def _too_late(self, offset: int, size: int, deadline_s: float) -> DeadlineExceeded:

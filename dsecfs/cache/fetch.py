@@ -12,7 +12,7 @@ import zstandard
 
 from dsecfs.cache.blob import BlobFiles
 from dsecfs.cache.layouts import Places
-from dsecfs.errors import DsecfsError
+from dsecfs.errors import CacheError, DsecfsError
 from dsecfs.layers.digest import DIGEST_LEN, Digest
 from dsecfs.layers.layout import LZ4, RAW, ZSTD, Place
 from dsecfs.store.base import Priority
@@ -138,3 +138,12 @@ def decompress(stored: memoryview, codec: int, length: int) -> bytes | None:
     except (lz4.block.LZ4BlockError, zstandard.ZstdError):
         return None
     return data if len(data) == length else None
+
+
+def closed() -> CacheError:
+    return CacheError("the cache was closed while a chunk was on its way")
+
+
+def bug(what: str) -> CacheError:
+    """For waiters, when something escaped that should not have; the thread's trace has more."""
+    return CacheError(f"{what}: ended by an unexpected error", hint="see the log, and report it")

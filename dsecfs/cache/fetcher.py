@@ -18,6 +18,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,8 @@ from dsecfs.cache.fetch import (
     Fetch,
     Listener,
     Room,
+    bug,
+    closed,
     decompress,
     follows,
 )
@@ -81,6 +84,8 @@ class Fetcher:
         self._room = room
         self._lock_wait_s = lock_wait_s
         self._mutex = threading.Lock()
+        self._pid = 0
+        """The process that used it first; a child of its has none of the threads."""
         self._closed = False
         self._unsynced: set[Blob] = set()
         self._fetches: set[Fetch] = set()
@@ -98,13 +103,15 @@ class Fetcher:
         """Get chunks of blobs; `listener` is called once for each. What is asked for together
         is merged into large range reads. Joins fetches under way, and makes them more urgent
         if need be. CacheError after `close` or a fork."""
+        self._check_process()
+        for blob, _ in asks:
+            blob.files.check_process()
         new: list[Fetch] = []
         raised: list[Fetch] = []
         with self._mutex:
             if self._closed:
-                raise _closed()
+                raise closed()
             for blob, chunks in asks:
-                blob.files.check_process()
                 for chunk in chunks:
                     fetch = blob.inflight.get(chunk)
                     if fetch is None:
@@ -117,6 +124,13 @@ class Fetcher:
                             raised.append(fetch)
                     fetch.listeners.append(listener)
         self._route(new + raised, priority)
+
+    def _check_process(self) -> None:
+        """Before any lock is taken: a thread that is not in this child may have held it."""
+        if not self._pid:
+            self._pid = os.getpid()
+        elif self._pid != os.getpid():
+            raise CacheError("the cache was used before a fork", hint="make a new one after it")
 
     def drop(self, blob: Blob, chunks: Iterable[int], listener: Listener) -> None:
         """Take a listener back. A queued fetch that nobody wants any more is not done."""
@@ -151,12 +165,12 @@ class Fetcher:
             left = list(self._fetches)
         for fetch in left:
             if fetch.state == WAITING:
-                self._finish(fetch, None, _closed())
+                self._finish(fetch, None, closed())
             else:
                 with self._mutex:
                     listeners, fetch.listeners = fetch.listeners, []
                 for listener in listeners:
-                    listener(fetch, None, _closed())
+                    listener(fetch, None, closed())
         with self._store_lock:
             if self._store is not None and self._open_store is not None:
                 self._store.close()
@@ -216,7 +230,7 @@ class Fetcher:
 
     def _load_layout(self, blob: Blob) -> None:
         """Find the blob's layout, then send on what waited for it."""
-        error: DsecfsError | None = _bug(f"loading the layout of {blob}")
+        error: DsecfsError | None = bug(f"loading the layout of {blob}")
         try:
             self.places(blob)
             error = None
@@ -389,7 +403,7 @@ class Fetcher:
     def _ending(self, batch: list[Fetch]) -> Iterator[None]:
         """Whatever is raised, fetches this thread has taken and not passed on end here."""
         me = threading.get_ident()
-        error: DsecfsError = _bug("fetching a chunk")
+        error: DsecfsError = bug("fetching a chunk")
         try:
             yield
         except DsecfsError as e:
@@ -589,12 +603,3 @@ class Fetcher:
             self._stats.add("errors")
         for listener in listeners:
             listener(fetch, data, error)
-
-
-def _closed() -> CacheError:
-    return CacheError("the cache was closed while a chunk was on its way")
-
-
-def _bug(what: str) -> CacheError:
-    """For waiters, when something escaped that should not have; the thread's trace has more."""
-    return CacheError(f"{what}: ended by an unexpected error", hint="see the log, and report it")

@@ -9,7 +9,6 @@ before it are.
 from __future__ import annotations
 
 import heapq
-import os
 import threading
 import time
 from collections import deque
@@ -34,8 +33,6 @@ class Pool:
         self._name = name
         self._threads = threads
         self._shared = shared
-        self._pid = 0
-        """The process that used it first; a child of its has none of the threads."""
         self._changed = threading.Condition()
         self._queues: tuple[deque[Work], ...] = tuple(deque() for _ in Priority)
         self._later: list[tuple[float, int, Priority, Work]] = []
@@ -47,7 +44,7 @@ class Pool:
         self._closed = False
 
     def submit(self, priority: Priority, *work: Work) -> None:
-        """Queue `work`, each piece for one thread. CacheError after `close` or a fork."""
+        """Queue `work`, each piece for one thread. CacheError after `close`."""
         with self._changed:
             self._check()
             self._queues[priority].extend(work)
@@ -80,10 +77,6 @@ class Pool:
     def _check(self) -> None:
         if self._closed:
             raise CacheError("the cache was closed while work was under way")
-        if not self._pid:
-            self._pid = os.getpid()
-        elif os.getpid() != self._pid:
-            raise CacheError("the cache was used before a fork", hint="open a new one after it")
 
     def _wake(self) -> None:
         shared = len(self._queues[Priority.PREFETCH]) + len(self._queues[Priority.BACKGROUND])

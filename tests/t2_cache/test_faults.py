@@ -333,6 +333,19 @@ def test_closing_under_readers_ends_them(
         blob.read(9 * CHUNK, 1)
 
 
+def test_a_closed_cache_still_serves_what_it_has(
+    dirs: NodeDirs, packed: Packed, make_cache: MakeCache, store: CountingStore
+) -> None:
+    cache = make_cache(store)
+    blob = cache.open(packed.register(dirs))
+    for chunk in range(5):
+        blob.read(chunk * CHUNK, CHUNK)
+    blob.prefetch(range(11)).wait(20)
+    cache.close()
+    for chunk in range(11):  # some of these would start a read-ahead
+        assert blob.read(chunk * CHUNK, CHUNK) == packed.content[chunk * CHUNK :][:CHUNK]
+
+
 # -- a full disk -------------------------------------------------------------------------
 
 
