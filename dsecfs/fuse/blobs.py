@@ -52,6 +52,9 @@ class BlobSource(Protocol):
     def exists(self, blob: Digest) -> bool:
         """Whether the node knows the blob's chunks. One stat of a local file."""
 
+    def size(self, blob: Digest) -> int:
+        """Bytes of a blob, without opening it. NotFound if the node does not know it."""
+
     def open(self, blob: Digest) -> Blob:
         """NotFound if the node does not know the blob. Quick for one that is in use."""
 
@@ -95,7 +98,7 @@ class BlobSpace(_File):
     def __init__(self, source: BlobSource, digest: Digest) -> None:
         self._source = source
         self._digest = digest
-        self._size = source.open(digest).size
+        self._size = source.size(digest)
         self._attributes = Attributes(stat.S_IFREG | 0o444, self._size)
 
     def attributes(self, node: int) -> Attributes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from dsecfs.cache import ChunkCache
+from dsecfs.cache import ChunkCache, read_chunk_list
 from dsecfs.cache.chunkcache import CachedBlob
 from dsecfs.fuse.blobs import Progress
 from dsecfs.fuse.config import FsConfig
@@ -49,6 +49,9 @@ class CachedSource:
 
     def exists(self, blob: Digest) -> bool:
         return (self._cache.dirs.blob(blob) / "chunks").exists()
+
+    def size(self, blob: Digest) -> int:
+        return read_chunk_list(self._cache.dirs, blob).size
 
     def open(self, blob: Digest) -> CachedBlob:
         return self._cache.open(blob)

@@ -98,18 +98,26 @@ def node_config(dirs: NodeDirs, store: str, **settings: Any) -> FsConfig:
     )
 
 
+def _place(mountpoint: Path) -> Path:
+    return Path(os.path.realpath(mountpoint.parent), mountpoint.name)
+
+
+def mount_state(dirs: NodeDirs, mountpoint: Path) -> Path:
+    """Directory of the socket, lock and log of a single tree's mount at `mountpoint`."""
+    name = hashlib.sha256(os.fsencode(_place(mountpoint))).hexdigest()[:16]
+    return dirs.run.absolute() / "mounts" / name
+
+
 def tree_config(
     dirs: NodeDirs, store: str, tree: str, mountpoint: Path, **settings: Any
 ) -> FsConfig:
     """A mount of one composed tree at `mountpoint`, with a daemon of its own."""
-    place = os.path.join(os.path.realpath(mountpoint.parent), mountpoint.name)
-    state = dirs.run.absolute() / "mounts" / hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
     settings.setdefault("allow_other", os.geteuid() == 0)
     return FsConfig(
         data=str(dirs.data.absolute()),
         run=str(dirs.run.absolute()),
-        state=str(state),
-        mountpoint=place,
+        state=str(mount_state(dirs, mountpoint)),
+        mountpoint=str(_place(mountpoint)),
         store=store,
         tree=tree,
         **settings,

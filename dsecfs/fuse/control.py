@@ -357,6 +357,7 @@ class ControlServer:
             "worker": os.getpid(),
             "active": page.active_pid,
             "standby": page.standby_pid,
+            "supervisors": page.supervisors(),
             "mountpoint": self._config.mountpoint,
             "store": self._config.store,
             "tree": self._config.tree,

@@ -122,13 +122,16 @@ def ensure_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
         return client
 
 
-def stop_daemon(config: FsConfig, *, mode: str = "refuse", timeout_s: float = STOP_S) -> bool:
-    """End the daemon. False if none ran.
+def stop_daemon(
+    config: FsConfig | Path, *, mode: str = "refuse", timeout_s: float = STOP_S
+) -> bool:
+    """End the daemon of `config`, or of a state directory. False if none ran.
 
     mode "refuse": Busy if its files are in use. "drain": detach now, end with the last user;
     returns at once if there are users. "force": whoever uses it gets errors.
     """
-    client = FsClient(config.control)
+    state = config if isinstance(config, Path) else Path(config.state)
+    client = FsClient(state / "fs.sock")
     try:
         done = client.call("stop", mode=mode, timeout_s=timeout_s)
     except NotFound:
@@ -138,7 +141,7 @@ def stop_daemon(config: FsConfig, *, mode: str = "refuse", timeout_s: float = ST
             raise
         done = {"stopped": True}
     if done["stopped"]:
-        _wait_unlocked(config.lock, timeout_s)
+        _wait_unlocked(state / "fs.lock", timeout_s)
     return True
 
 

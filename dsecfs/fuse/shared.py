@@ -190,6 +190,16 @@ class SharedPage:
         """The worker that serves now, if it is alive."""
         return self._open(_WORKER)
 
+    def supervisors(self) -> int:
+        """How many supervisors are alive: 2, for a moment 1, or 0: the next death is final."""
+        living = 0
+        for word in (_ACTIVE, _STANDBY):
+            found = self._open(word)
+            if found is not None:
+                living += 1
+                os.close(found.fd)
+        return living
+
     @property
     def active_pid(self) -> int:
         return self._words[_ACTIVE]

@@ -78,6 +78,9 @@ class FakeSource:
     def exists(self, blob: Digest) -> bool:
         return (self.data / "blobs" / blob / "chunks").exists()
 
+    def size(self, blob: Digest) -> int:
+        return self.open(blob).size
+
     def open(self, blob: Digest) -> FakeBlob:
         try:
             return FakeBlob(self, blob, int((self.data / "blobs" / blob / "chunks").read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -180,9 +181,48 @@ def test_workers_loss_of_both_supervisors_is_survived_by_reads() -> None:
         for role in ("active", "standby"):
             os.kill(s[role], signal.SIGKILL)
         wait_for("their end", lambda: f.pids() == {s["worker"]})
+        assert f.status()["supervisors"] == 0
         assert f.blob(digest).read_bytes() == content(digest, 0, 8192)
         assert stop_daemon(f.config)
         assert fuse_device(f.dirs.fs) is None
+
+
+@pytest.mark.parametrize("flags", [0, 1, 2], ids=["plain", "force", "detach"])
+def test_unmounting_by_hand_ends_everybody(flags: int) -> None:
+    with family() as f:
+        digest = f.add_blob("small", 8192)
+        f.blob(digest).read_bytes()
+        assert ctypes.CDLL(None).umount2(os.fsencode(f.dirs.fs), flags) == 0
+        wait_for("everybody's end", lambda: not f.pids())
+        assert not f.config.control.exists()
+        assert "Traceback" not in f.log()
+        f.start()
+        assert f.blob(digest).read_bytes() == content(digest, 0, 8192)
+
+
+def test_in_the_foreground() -> None:
+    """For a service manager: one process to watch, ended by one signal to its group."""
+    f = Family()
+    try:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "dsecfs.fuse.daemon", "--foreground"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert daemon.stdin is not None
+        daemon.stdin.write(f.config.to_json().encode())
+        daemon.stdin.close()
+        wait_for("the mount", lambda: fuse_device(f.dirs.fs))
+        assert f.settled()["active"] == daemon.pid
+        os.killpg(daemon.pid, signal.SIGINT)
+        assert daemon.wait(30) == 0
+        assert daemon.stderr is not None
+        assert b"serves" in daemon.stderr.read()
+        daemon.stderr.close()
+        assert not f.pids()
+    finally:
+        f.remove()
 
 
 def test_many_starts_at_once() -> None:
