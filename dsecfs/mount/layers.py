@@ -31,7 +31,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ from dsecfs.kernel.namespaces import (
     prune_mounts,
 )
 from dsecfs.kernel.probe import Mode
-from dsecfs.kernel.syscalls import move_mount, umount
+from dsecfs.kernel.syscalls import closing, move_mount, umount
 from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.local import LocalLayer
 from dsecfs.locks import locked_file
@@ -89,6 +89,9 @@ class _Record:
     """Made for one holder (recording a trace); nobody else gets it."""
     blobs: list[str]
     """Digests of blobs that may carry a pin of this generation."""
+    fuse: int
+    """Mount id of the FUSE file system its devices are on; 0 if it uses none. The id cannot
+    come back while EROFS has those files open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,11 +332,26 @@ class LayerMounts:
                 self._destroy(generation)
             elif record.private:
                 continue
+            elif record.fuse and record.fuse != self._fuse_mount():
+                # The FUSE file system was mounted anew: this generation reads from the old one.
+                return None
             elif record.direct or not self._may_look(layer.digest):
                 return generation
             else:
                 return self._make_direct(place, layer) or generation
         return None
+
+    def _fuse_mount(self) -> int:
+        """The id of the mount at run/fs, found without a request to who serves it."""
+        try:
+            fd = os.open(self._dirs.fs, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            return 0
+        with closing(fd):
+            for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+                if line.startswith("mnt_id:"):
+                    return int(line.partition(":")[2])
+        return 0
 
     def _may_look(self, layer: Digest) -> bool:
         now = time.monotonic()
@@ -381,7 +399,9 @@ class LayerMounts:
         path = place / f"{generations[-1].number + 1 if generations else 1:08d}"
         for part in (path, path / "mnt", path / "refs"):
             part.mkdir(mode=0o700)
-        record = _Record(False, direct, private, [b.digest for b in layer.blobs] if direct else [])
+        pinned = [blob.digest for blob in layer.blobs] if direct else []
+        fuse = 0 if direct or not layer.blobs else self._fuse_mount()
+        record = _Record(False, direct, private, pinned, fuse)
         try:
             _write_record(path, record)
             yield path
@@ -399,7 +419,7 @@ class LayerMounts:
             os.close(fd)
         making = _read_record(path)
         assert making is not None
-        record = _Record(True, making.direct, making.private, making.blobs)
+        record = replace(making, ready=True)
         _write_record(path, record)
         return _Generation(path, record)
 

@@ -14,7 +14,7 @@ import pytest
 from dsecfs.cache.blob import pins
 from dsecfs.errors import BadInput, Busy, Conflict, MountError, NotFound
 from dsecfs.kernel.namespaces import IdRange, is_pinned, user_namespace
-from dsecfs.kernel.syscalls import closing, open_tree, umount
+from dsecfs.kernel.syscalls import closing, mount, open_tree, umount
 from dsecfs.layers.local import LocalLayer
 from dsecfs.layers.tree import Inode, directory
 from dsecfs.mount import Holder, LayerMounts, mount_env, recover_mounts, umount_env
@@ -196,12 +196,12 @@ def test_recovery_clears_generations_that_crashes_left(here: Node, mounts: Layer
     (place / "00000001" / "mnt").mkdir(parents=True)  # before its record
     (place / "00000002" / "mnt").mkdir(parents=True)  # before its mount
     (place / "00000002" / "record").write_text(
-        '{"format":1,"ready":false,"direct":false,"private":false,"blobs":[]}'
+        '{"format":1,"ready":false,"direct":false,"private":false,"blobs":[],"fuse":0}'
     )
     (place / "00000003" / "mnt").mkdir(parents=True)  # of a namespace that is gone
     (place / "00000003" / "refs").mkdir()
     (place / "00000003" / "record").write_text(
-        '{"format":1,"ready":true,"direct":false,"private":false,"blobs":[]}'
+        '{"format":1,"ready":true,"direct":false,"private":false,"blobs":[],"fuse":0}'
     )
     path = mounts.acquire(layer, holder(here))
     assert read(mounts, path, "f") == HELLO
@@ -222,6 +222,27 @@ def test_a_lost_namespace_is_made_again(here: Node, mounts: LayerMounts) -> None
     again = LayerMounts(here.dirs)
     assert read(again, again.acquire(layer, holder(here, "h2")), "f") == HELLO
     again.close()
+
+
+def test_a_new_fuse_mount_gives_a_new_generation(here: Node, mounts: LayerMounts) -> None:
+    layer = here.layer({"f": HELLO})
+    old = mounts.acquire(layer, holder(here, "old"))
+    blobs = here.dirs.fs / "blobs"
+    content = (blobs / layer.blobs[0].digest).read_bytes()
+    mount("again", here.dirs.fs, "tmpfs", 0)
+    try:
+        with pytest.raises(MountError, match="start the FUSE daemon"):
+            mounts.acquire(layer, holder(here, "early"))
+        blobs.mkdir()
+        (blobs / layer.blobs[0].digest).write_bytes(content)
+        new = mounts.acquire(layer, holder(here, "new"))
+        assert new != old
+        assert generations(mounts, layer) == [["old"], ["new"]]
+        assert read(mounts, new, "f") == HELLO
+        mounts.release(layer.digest, "old")
+        assert generations(mounts, layer) == [["new"]]
+    finally:
+        umount(here.dirs.fs, detach=True)
 
 
 def test_a_missing_device_says_what_to_do_and_leaves_nothing(
