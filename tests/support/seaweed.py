@@ -101,7 +101,7 @@ def seaweed(folder: Path | None = None) -> Iterator[Seaweed]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={"PATH": os.environ.get("PATH", ""), "HOME": str(folder), "TMPDIR": str(folder)},
+                env={"PATH": os.environ.get("PATH", ""), "HOME": str(folder)},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )

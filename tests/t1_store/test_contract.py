@@ -25,6 +25,9 @@ from dsecfs.store.open import check_store, open_store
 WRITER = Path(__file__).with_name("writer.py")
 DATA = bytes(range(256)) * 1024
 
+once_per_writer = pytest.mark.parametrize("url", ["file", "3fs", "s3-obstore"], indirect=True)
+"""For what only writes: both S3 readers have one way of writing."""
+
 
 def keys(store: Backend, prefix: str = "") -> list[str]:
     return [info.key for info in store.list(prefix)]
@@ -75,6 +78,7 @@ def test_a_repeated_put_with_its_id_gives_its_answer_again(backend: Backend) -> 
     assert backend.put_if_absent("refs/a", b"same", put_id=other) is False
 
 
+@once_per_writer
 def test_content_may_be_put_again_and_is_new_then(backend: Backend) -> None:
     backend.put_content("objects/a", DATA)
     first = backend.stat("objects/a").mtime
@@ -166,7 +170,7 @@ def test_stat_and_list_agree(backend: Backend) -> None:
     assert before < info.mtime < time.time() + 2
 
 
-TRICKY = ["a", "a-b", "a-b/x", "a.b", "a/b.c", "a/b/c", "a/b/d", "a/b-c", "a/b0", "a0",
+TRICKY = ["a", "a-b", "a-c/x", "a.b", "a/b.c", "a/b/c", "a/b/d", "a/b-c", "a/b0", "a0",
           "A/z", "_x", "z/.v/1", "z/.v/10", "z/.v/9", "z-1/.v/1"]  # fmt: skip
 
 
@@ -178,7 +182,7 @@ def test_lists_are_sorted_and_end_at_components(backend: Backend) -> None:
     if hasattr(backend, "page_size"):
         backend.page_size = 3
     assert keys(backend) == sorted(names)
-    for prefix in ("a", "a/", "a/b", "z", "z/.v", "a-b", "A", "nothing", "a/b/c/d", "a0"):
+    for prefix in ("a", "a/", "a/b", "z", "z/.v", "a-c", "A", "nothing", "a/b/c/d", "a0"):
         below = prefix.rstrip("/") + "/"
         assert keys(backend, prefix) == sorted(k for k in names if k.startswith(below)), prefix
     for prefix in ("", "a", "z", "a/b"):
@@ -247,9 +251,9 @@ def test_one_of_many_threads_wins(backend: Backend) -> None:
     for round_ in range(2 if backend.url.startswith("s3:") else 20):
         ready = threading.Barrier(8)
 
-        def write(number: int, key: str = f"race/{round_}", ready: threading.Barrier = ready) -> bool:
+        def write(number: int, round_: int = round_, ready: threading.Barrier = ready) -> bool:
             ready.wait(30)
-            return backend.put_if_absent(key, str(number).encode())
+            return backend.put_if_absent(f"race/{round_}", str(number).encode())
 
         with ThreadPoolExecutor(8) as pool:
             won = list(pool.map(write, range(8)))
@@ -257,6 +261,7 @@ def test_one_of_many_threads_wins(backend: Backend) -> None:
         assert backend.get(f"race/{round_}") == str(won.index(True)).encode()
 
 
+@once_per_writer
 def test_one_of_many_processes_wins(url: str, backend: Backend) -> None:
     with contextlib.ExitStack() as stack:
         children = [
@@ -268,9 +273,8 @@ def test_one_of_many_processes_wins(url: str, backend: Backend) -> None:
             assert child.stdin is not None
             child.stdin.write("go\n")
             child.stdin.flush()
-        lines = [
-            line.split() for child in children for line in child.communicate(timeout=60)[0].splitlines()
-        ]
+        printed = "".join(child.communicate(timeout=60)[0] for child in children)
+        lines = [line.split() for line in printed.splitlines()]
     assert len(lines) == 8
     winners = [who for who, won in lines if won == "True"]
     assert len(winners) == 1
@@ -323,6 +327,7 @@ def test_readers_see_all_or_nothing_of_a_deleted_object(backend: Backend) -> Non
     assert seen == 20
 
 
+@once_per_writer
 def test_nothing_is_visible_of_a_writer_that_was_killed(url: str, backend: Backend) -> None:
     with process("stuck", url, "objects/half", str(96 << 20)) as child:
         assert child.stdout is not None

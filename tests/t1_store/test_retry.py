@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_put_whose_answer_was_lost_still_won(inner: DirectoryStore) -> None:
 def test_exactly_one_wins_although_answers_are_lost(inner: DirectoryStore) -> None:
     for round_ in range(10):
         faults = FaultyStore(inner, [Rule("cut", "put_if_absent", probability=0.6)], seed=round_)
-        store = RetryingStore(faults, FAST)
+        store = RetryingStore(faults, replace(FAST, quiet=1000))
         ready = threading.Barrier(8)
         won: list[bool] = []
 

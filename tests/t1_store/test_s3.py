@@ -254,8 +254,8 @@ def test_objects_of_others_in_the_bucket_are_left_out(raw: S3Store) -> None:
     assert [info.key for info in raw.list("")] == ["a/b"]
 
 
-def test_many_threads_share_a_store(raw: S3Store, proxy: NetFault) -> None:
-    """More than fit urllib3's default pool of 10, which then warns about every request."""
+def test_many_threads_share_a_store(raw: S3Store) -> None:
+    """More than fit urllib3's default pool of 10, which would warn (and fail the test)."""
     raw.put_content("a", DATA)
 
     def read(i: int) -> bool:
@@ -263,7 +263,6 @@ def test_many_threads_share_a_store(raw: S3Store, proxy: NetFault) -> None:
 
     with ThreadPoolExecutor(64) as pool:
         assert all(pool.map(read, range(256)))
-    assert proxy.connections <= 80
 
 
 def _in_child(store: S3Store, answers: Any) -> None:
