@@ -92,7 +92,7 @@ class Fetcher:
         """All that have not ended."""
         self._starts: dict[tuple[Digest, int], list[Fetch]] = {}
         """Queued fetches by (object, offset): what a batch is extended with."""
-        self._remote = Pool("dsec-fetch", threads, shared=max(1, threads * 3 // 8))
+        self._remote = Pool("dsec-fetch", threads, shared=max(1, threads // 4))
         self.local = Pool("dsec-cache", 4, shared=2)
 
     # -- asking ------------------------------------------------------------------------
@@ -343,12 +343,7 @@ class Fetcher:
             self._stats.add("waits")
         if now - fetch.parked_at > self._lock_wait_s:
             self._stats.add("wait_timeouts")
-            log.warning(
-                "%s, chunk %d: held by another process for %.0f s, read through",
-                fetch.blob,
-                fetch.chunk,
-                self._lock_wait_s,
-            )
+            log.warning("%s, chunk %d: held too long, read through", fetch.blob, fetch.chunk)
             fetch.lockless = True
             self._again(fetch)
             return
