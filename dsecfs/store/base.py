@@ -13,9 +13,11 @@ What must hold for every back end (tests/t1_store runs one contract suite over a
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from dsecfs.errors import BadInput
 from dsecfs.layers.digest import Digest
 
 
@@ -141,6 +143,16 @@ def trace_prefix(env: Digest) -> str:
 def lease_prefix() -> str:
     """Leases of publishers and nodes; see docs/gc-protocol.md."""
     return "leases/"
+
+
+def seekable_size(data: BinaryIO) -> int:
+    """Bytes from the position of `data` to its end. Raises BadInput if it cannot seek."""
+    if not data.seekable():
+        raise BadInput("cannot store from a stream that cannot seek", hint="spool it to a file")
+    at = data.tell()
+    end = data.seek(0, os.SEEK_END)
+    data.seek(at)
+    return end - at
 
 
 Json = dict[str, Any]

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dsecfs.errors import (
-    BadInput,
     Conflict,
     DsecfsError,
     FormatError,
@@ -435,13 +434,3 @@ class DirectoryStore:
 def _write_all(fd: int, view: memoryview) -> None:
     while view:
         view = view[os.write(fd, view) :]
-
-
-def seekable_size(data: BinaryIO) -> int:
-    """Bytes from the position of `data` to its end. Raises BadInput if it cannot seek."""
-    if not data.seekable():
-        raise BadInput("cannot store from a stream that cannot seek", hint="spool it to a file")
-    at = data.tell()
-    end = data.seek(0, os.SEEK_END)
-    data.seek(at)
-    return end - at

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Literal, Self
 
 from dsecfs.errors import ShortRead, StoreDenied, StoreError, StoreUnavailable
-from dsecfs.store.base import Backend, ObjectInfo, Priority
-from dsecfs.store.directory import seekable_size
+from dsecfs.store.base import Backend, ObjectInfo, Priority, seekable_size
 
 Kind = Literal[
     "error",  # 500: nothing done

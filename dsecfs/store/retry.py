@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, TypeVar
 
 from dsecfs.errors import FormatError, NotFound, ShortRead, StoreUnavailable
-from dsecfs.store.base import Backend, ObjectInfo, Priority
-from dsecfs.store.directory import seekable_size
+from dsecfs.store.base import Backend, ObjectInfo, Priority, seekable_size
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class RetryPolicy:
     """Deadline of a call for which somebody waits: every read unless it says otherwise."""
     background_s: float = 120.0
     """Deadline of reads with Priority.PREFETCH or BACKGROUND, and of each step of a list."""
-    write_s: float = 300.0
+    write_s: float = 120.0
     """Deadline of put and delete."""
     first_delay_s: float = 0.05
     max_delay_s: float = 5.0

@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from dsecfs.errors import BadInput, FormatError, ShortRead, StoreDenied, StoreError
-from dsecfs.store.base import ObjectInfo, Priority
-from dsecfs.store.directory import seekable_size
+from dsecfs.store.base import ObjectInfo, Priority, seekable_size
 from dsecfs.store.keys import check_key, check_prefix, check_range, is_key
 from dsecfs.store.s3errors import boto_errors, explain
 from dsecfs.store.s3read import Reader, make_boto3_reader, make_obstore_reader

@@ -94,6 +94,8 @@ def by_status(
     what = f"{url}: cannot {verb} {key}: {status} {code}".rstrip()
     if code == "NoSuchBucket":
         return StoreError(f"{url}: there is no bucket {bucket}", hint="create it first")
+    if code == "NotImplemented" or status == 501:
+        return StoreError(what, hint="this server lacks what dsec needs; see docs/stores.md")
     if code in _TRANSIENT or status in (408, 409, 429) or status >= 500:
         return StoreUnavailable(what, retry_after_s=_seconds(retry_after))
     if status == 404:

@@ -69,7 +69,7 @@ def serve(backing: str, at: str) -> None:
     import pyfuse3
     import trio
 
-    class Mount(pyfuse3.Operations):  # type: ignore[misc]
+    class Mount(pyfuse3.Operations):
         """Inode numbers are those of the backing file system; paths are remembered."""
 
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -221,7 +221,7 @@ HOSTILE = ["", "/", "/etc/passwd", "a/", "a//b", ".", "..", "../x", "a/../../x",
 
 @pytest.mark.parametrize("key", HOSTILE, ids=lambda k: ascii(k[:20]))
 def test_hostile_keys_are_refused(backend: Backend, key: str) -> None:
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: backend.put_if_absent(key, b"x"),
         lambda: backend.put_content(key, b"x"),
         lambda: backend.get(key),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsecfs.errors import Conflict, DsecfsError, NotFound, StoreDenied, StoreError, StoreUnavailable
-from dsecfs.store import beneath, directory
+from dsecfs.store import beneath
 from dsecfs.store.directory import STALE_S, DirectoryStore
 from dsecfs.store.threefs import ThreeFsStore
 
@@ -106,7 +106,7 @@ def test_a_directory_swapped_for_a_link_is_never_followed(
 
     thread = threading.Thread(target=swap)
     thread.start()
-    got = set()
+    got: set[object] = set()
     try:
         for _ in range(3000):
             try:
@@ -324,7 +324,7 @@ def test_lists_are_those_of_a_sorted_dict(
     tmp_path_factory: pytest.TempPathFactory, wanted: list[str], prefix: str, after: str | None
 ) -> None:
     store = DirectoryStore(tmp_path_factory.mktemp("list"))
-    there = set()
+    there: set[str] = set()
     for key in wanted:
         parts = key.split("/")
         above = {"/".join(parts[:i]) for i in range(1, len(parts))}
@@ -344,10 +344,13 @@ def test_no_directory_is_read_for_keys_that_are_left_out(
     for i in range(10):
         store.put_content(f"d/{i}/x", b"")
     opened = []
-    whole = directory.DirectoryStore._entries
-    monkeypatch.setattr(
-        DirectoryStore, "_entries", lambda self, p: opened.append(p) or whole(self, p)
-    )
+    whole = DirectoryStore._entries
+
+    def watched(self: DirectoryStore, prefix: str) -> Sequence[tuple[str, os.stat_result]]:
+        opened.append(prefix)
+        return whole(self, prefix)
+
+    monkeypatch.setattr(DirectoryStore, "_entries", watched)
     assert [info.key for info in store.list("d", after="d/8/x")] == ["d/9/x"]
     assert opened == ["d/", "d/8/", "d/9/"]
     store.close()

@@ -165,7 +165,7 @@ def test_a_stream_is_sent_again_from_where_it_began(inner: DirectoryStore) -> No
     class HalfWay(DirectoryStore):
         failures = 2
 
-        def put_content(self, key: str, data: object) -> None:  # type: ignore[override]
+        def put_content(self, key: str, data: object) -> None:
             assert isinstance(data, io.BytesIO)
             if self.failures:
                 self.failures -= 1

@@ -294,6 +294,7 @@ def test_a_store_opened_before_a_fork_works_after_it(s3_server: Seaweed) -> None
         (500, "InternalError", StoreUnavailable),
         (503, "SlowDown", StoreUnavailable),
         (502, "", StoreUnavailable),
+        (501, "NotImplemented", StoreError),
         (429, "", StoreUnavailable),
         (408, "", StoreUnavailable),
         (400, "RequestTimeout", StoreUnavailable),

@@ -30,8 +30,8 @@ DATA = random.Random(3).randbytes(20 << 20)
 @pytest.fixture
 def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     module = StandIn(str(tmp_path))
-    monkeypatch.setitem(sys.modules, "hf3fs_fuse", module)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "hf3fs_fuse.io", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "hf3fs_fuse", module)
+    monkeypatch.setitem(sys.modules, "hf3fs_fuse.io", module)
     yield module
     module.stop()
     assert module.broken == []

@@ -66,4 +66,7 @@ def stuck(url: str, key: str, size: str) -> None:
 
 
 if __name__ == "__main__":
-    {"race": race, "stuck": stuck}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "race":
+        race(*sys.argv[2:])
+    else:
+        stuck(*sys.argv[2:])
