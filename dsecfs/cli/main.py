@@ -21,6 +21,7 @@ from dsecfs.errors import DsecfsError
 RUN, LAYERS, NODE = "Run", "Layers and names", "This machine"
 
 COMMANDS = {
+    "layer": Entry("dsecfs.cli.layer:app", "Immutable file trees in the store.", LAYERS),
     "config": Entry("dsecfs.cli.config:app", "Settings and where they come from.", NODE),
     "version": Entry("dsecfs.cli.config:version", "What this is and what it uses.", NODE),
 }

@@ -1,4 +1,4 @@
-"""What one invocation of `dsec` was told: output form, settings, the store they name.
+"""What one invocation of `dsec` was told: output form, settings, the node they name.
 
 There is one `Session` per process, made anew by `main`. The options that every command has
 (--json, --debug, --store, --set) write to it. Settings are read when they are first needed.
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from dsecfs.settings import Loaded, Settings, load
 
 if TYPE_CHECKING:
-    from dsecfs.layers.catalog import Catalog
-    from dsecfs.store.base import Store
+    from dsecfs.node import Node
 
 
 @dataclass
@@ -41,27 +40,14 @@ class Session:
         return self.loaded.settings
 
     @cached_property
-    def store(self) -> Store:
-        return self.settings.open_store()
+    def node(self) -> Node:
+        from dsecfs.node import Node
 
-    @cached_property
-    def catalog(self) -> Catalog:
-        from dsecfs.layers.catalog import Catalog
-
-        return Catalog(self.store, self.settings.dirs.refs)
-
-    @property
-    def platform(self) -> str:
-        """The platform that is meant when nobody says one."""
-        if self.settings.platform:
-            return self.settings.platform
-        from dsecfs.layers.sources.image import Platform
-
-        return str(Platform.here())
+        return Node(self.settings)
 
     def close(self) -> None:
-        if "store" in self.__dict__:
-            self.store.close()
+        if "node" in self.__dict__:
+            self.node.close()
 
 
 _current = Session()
