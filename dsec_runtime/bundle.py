@@ -125,7 +125,8 @@ class Process:
     env: Mapping[str, str]
     cwd: str
     user: User
-    tty: bool
+    console: Mapping[str, int] | None
+    """Size of its terminal as {"height", "width"} in characters; None without a terminal."""
     no_new_privileges: bool
 
 
@@ -180,8 +181,11 @@ def _process(process: Process) -> dict[str, Any]:
     # setuid program can still get what is in it.
     held = list(CAPABILITIES) if user.uid == 0 else []
     soft, hard = _open_files()
+    # crun passes on changes of the size, and only those.
+    size = {"consoleSize": process.console} if process.console else {}
     return {
-        "terminal": process.tty,
+        "terminal": process.console is not None,
+        **size,
         "user": {"uid": user.uid, "gid": user.gid, "additionalGids": list(user.groups)},
         "args": [INIT, "--", *process.args],
         "env": environment(process.env),

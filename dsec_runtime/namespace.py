@@ -60,15 +60,13 @@ class RunNamespace:
         at: Path,
         argv: Sequence[str],
         *,
-        stdin: int | None,
-        stdout: int | None,
-        stderr: int | None,
+        streams: Sequence[int],
         own_group: bool,
     ) -> subprocess.Popen[bytes]:
         """Start a program in a copy of the namespace with the mount `root` attached `at`.
 
-        `own_group` puts it in a process group of its own, so that a terminal's signals
-        reach it only through us.
+        `streams` are its standard input, output and error. `own_group` puts it in a process
+        group of its own, so that a terminal's signals reach it only through us.
         """
 
         def work() -> subprocess.Popen[bytes]:
@@ -77,9 +75,9 @@ class RunNamespace:
                 move_mount(root, at)
                 return subprocess.Popen(
                     argv,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
+                    stdin=streams[0],
+                    stdout=streams[1],
+                    stderr=streams[2],
                     cwd="/",
                     env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
                     process_group=0 if own_group else None,

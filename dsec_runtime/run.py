@@ -36,6 +36,7 @@ from dsec_runtime.namespace import RunNamespace
 from dsec_runtime.running import GRACE_S, Clock, Running, RunResult, forwarding, terminal_kept
 from dsec_runtime.sandbox import Sandboxes, new_id
 from dsec_runtime.skeleton import HOSTNAME, skeleton
+from dsec_runtime.streams import Streams
 from dsec_runtime.uids import COUNT, FIRST, UidRange, UidRanges
 from dsec_runtime.upper import UpperKind, open_upper
 from dsec_runtime.users import User, check_directory, check_program, find_user
@@ -249,7 +250,10 @@ class Runner:
                     seccomp=spec.seccomp,
                 )
                 (place / "config.json").write_text(json.dumps(content))
-                _give_pipes(spec, slot.range.ids.start + process.user.uid)
+                streams = Streams(
+                    (spec.stdin, spec.stdout, spec.stderr), slot.range.ids.start + process.user.uid
+                )
+                undo.callback(streams.abandon)
                 clock.lap("bundle")
                 errors = place / "crun.log"
                 command = self.sandboxes.command(
@@ -259,13 +263,12 @@ class Runner:
                     tree,
                     place / ROOT,
                     command,
-                    stdin=spec.stdin,
-                    stdout=spec.stdout,
-                    stderr=spec.stderr,
+                    streams=streams.fds,
                     own_group=not spec.tty,
                 )
                 clock.lap("spawn")
             undo.pop_all()
+        streams.started()
 
         def clear() -> None:
             try:
@@ -282,7 +285,7 @@ class Runner:
                     self.sandboxes.command("kill", "--all", sandbox, "KILL"), timeout_s=GRACE_S
                 )
 
-        return Running(sandbox, crun, clear, kill, errors, clock, spec.timeout_s)
+        return Running(sandbox, crun, streams, clear, kill, errors, clock, spec.timeout_s)
 
     def _tree(
         self,
@@ -361,22 +364,11 @@ def _resolve(spec: RunSpec, tree: int) -> Process:
     env.update(spec.env)
     check_directory(tree, spec.cwd)
     check_program(tree, spec.args[0], spec.cwd, env)
-    return Process(spec.args, env, spec.cwd, user, spec.tty, spec.no_new_privileges)
-
-
-def _give_pipes(spec: RunSpec, uid: int) -> None:
-    """Let the container open its pipes by name (/dev/stdout): they belong to who made them.
-
-    Only anonymous pipes: a file or terminal of the caller keeps its owner.
-    """
-    for number, given in enumerate((spec.stdin, spec.stdout, spec.stderr)):
-        fd = number if given is None else given
-        if fd < 0:
-            continue  # subprocess.DEVNULL, PIPE
-        with contextlib.suppress(OSError):
-            # Named ones show their path.
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
-                os.fchown(fd, uid, uid)
+    console = None
+    if spec.tty:
+        size = os.get_terminal_size(0 if spec.stdin is None else spec.stdin)
+        console = {"height": size.lines, "width": size.columns}
+    return Process(spec.args, env, spec.cwd, user, console, spec.no_new_privileges)
 
 
 def _program(name: str, how: str) -> Path:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from dsec_runtime.errors import SandboxError
+from dsec_runtime.streams import Streams
 from dsecfs.errors import DeadlineExceeded
 from dsecfs.kernel.syscalls import pidfd_open
 
@@ -63,6 +64,7 @@ class Running:
         self,
         sandbox: str,
         process: subprocess.Popen[bytes],
+        streams: Streams,
         clear: Callable[[], None],
         kill: Callable[[], None],
         errors: Path,
@@ -71,6 +73,7 @@ class Running:
     ) -> None:
         self.sandbox = sandbox
         self._process = process
+        self._streams = streams
         self._clear = clear
         self._kill = kill
         self._errors = errors
@@ -86,7 +89,16 @@ class Running:
         return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the program. May be called from a signal handler."""
+        """Send a signal to the program. May be called from a signal handler.
+
+        SIGKILL kills the container; SIGSTOP, which crun cannot pass on, does nothing.
+        """
+        if number == signal.SIGKILL:
+            self._kill_at = time.monotonic()
+            os.eventfd_write(self._wake, 1)
+            return
+        if number == signal.SIGSTOP:
+            return
         # crun passes signals on to PID 1 of the container, and that to the program.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
@@ -105,6 +117,9 @@ class Running:
         """
         try:
             code = self._wait()
+            if code < 0:
+                self._kill()  # crun was killed, and left its container
+            self._streams.finish()
             self._clock.lap("run")
             said = ""
             with contextlib.suppress(FileNotFoundError):

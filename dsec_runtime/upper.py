@@ -124,7 +124,8 @@ def _blank(dirs: NodeDirs, limit: int) -> Path:
             new = path.with_suffix(".new")
             with new.open("wb") as file:
                 file.truncate(limit)
-            options = ["-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal,^resize_inode"]
+            options = ["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0"]
+            options += ["-O", "^has_journal,^resize_inode"]
             try:
                 done = subprocess.run(
                     [program, *options, "-E", "nodiscard,lazy_itable_init=1", str(new)],
