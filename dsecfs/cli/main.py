@@ -21,7 +21,13 @@ from dsecfs.errors import DsecfsError
 RUN, LAYERS, NODE = "Run", "Layers and names", "This machine"
 
 COMMANDS = {
+    "image": Entry("dsecfs.cli.image:app", "Foreign images become environments.", LAYERS),
     "layer": Entry("dsecfs.cli.layer:app", "Immutable file trees in the store.", LAYERS),
+    "env": Entry("dsecfs.cli.env:app", "Compositions of layers.", LAYERS),
+    "channel": Entry("dsecfs.cli.channel:app", "Movable, audited names for versions.", LAYERS),
+    "store": Entry("dsecfs.cli.store:app", "The store: check, measure, clean up.", LAYERS),
+    "cache": Entry("dsecfs.cli.cache:app", "Data that this node has already.", NODE),
+    "fs": Entry("dsecfs.cli.fs:app", "The daemon that serves data on demand.", NODE),
     "config": Entry("dsecfs.cli.config:app", "Settings and where they come from.", NODE),
     "version": Entry("dsecfs.cli.config:version", "What this is and what it uses.", NODE),
 }

@@ -101,7 +101,7 @@ def show_record(
     form = form or {}
     width = max((len(key) for key in record if key not in hide), default=0)
     for key, value in record.items():
-        if key in hide or value is None or value == "" or value == () or value == []:
+        if key in hide or (not value and not isinstance(value, int | float)):
             continue
         lines = (
             [_cell(v, form.get(key)) for v in value]
@@ -136,7 +136,10 @@ def _cell(value: Value, form: Any) -> str:
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    stream = sys.stderr if stderr else sys.stdout
+    # In a pipe a line is as long as it needs to be: whoever reads it looks for whole names.
+    width = None if stream.isatty() else 400
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 class _Bars:

@@ -1,0 +1,76 @@
+"""`dsec fs`: the FUSE daemon that serves this node's blobs and trees."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dsecfs.cli.lazy import group
+from dsecfs.cli.output import show_record
+from dsecfs.cli.session import session
+from dsecfs.errors import NotFound
+
+app = group()
+
+
+@app.command()
+def start() -> None:
+    """Start the daemon, if it does not run."""
+    session().node.start_fs()
+    status()
+
+
+@app.command()
+def stop(
+    drain: Annotated[
+        bool, typer.Option("--drain", help="End when nobody uses it any more.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="End now; whoever reads gets errors.")
+    ] = False,
+) -> None:
+    """Stop the daemon; refused while its files are in use."""
+    from dsecfs.fuse.daemon import stop_daemon
+
+    node = session().node
+    mode = "force" if force else "drain" if drain else "refuse"
+    _release_idle()
+    stopped = stop_daemon(node.fs_config(), mode=mode)
+    show_record({"mountpoint": str(node.dirs.fs), "stopped": stopped})
+
+
+def _release_idle() -> None:
+    """Take down layer mounts that nobody holds: they keep the daemon's files open."""
+    import os
+
+    node = session().node
+    if os.geteuid() == 0 and node.dirs.layers.is_dir():
+        from dsecfs.mount import LayerMounts, recover_mounts
+
+        mounts = LayerMounts(node.dirs)
+        try:
+            recover_mounts(node.dirs, mounts=mounts)
+            mounts.recover()
+            mounts.trim(0)
+        finally:
+            mounts.close()
+
+
+@app.command()
+def restart() -> None:
+    """Replace the worker by one with the code on disk; readers notice nothing."""
+    client = session().node.fs_client()
+    if client is None:
+        raise NotFound("no FUSE daemon runs", hint="dsec fs start")
+    show_record({"worker": client.restart_worker()})
+
+
+@app.command()
+def status() -> None:
+    """Show the daemon's processes and how they fare. Exit code 3 if none runs."""
+    node = session().node
+    client = node.fs_client()
+    if client is None:
+        raise NotFound(f"no FUSE daemon runs for {node.dirs.run}", hint="dsec fs start")
+    show_record({**client.status(), **client.stats()["fuse"]})
