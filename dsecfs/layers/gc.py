@@ -124,9 +124,7 @@ def _run(
     progress("marking what refs, channels and leases lead to")
     found = reach(store, now)
     report.missing = found.missing
-    tombstones = {
-        info.key.removeprefix("tombstones/"): info for info in store.list("tombstones/")
-    }
+    tombstones = {info.key.removeprefix("tombstones/"): info for info in store.list("tombstones/")}
     due: list[ObjectInfo] = []
     there: set[str] = set()
     progress("looking at every object")
@@ -268,7 +266,7 @@ def _lock(store: Store) -> str:
         if info.mtime + 2 * RUN_S > now:
             raise Busy(
                 "another collection of this store is under way",
-                hint=f"wait for it; if it died, its lock lapses {2 * RUN_S // 3600} h after it began",
+                hint=f"wait; if it died, its lock lapses {2 * RUN_S // 3600} h after it began",
             )
         # Lapsed. Its number stays taken below, so two that see this still race for one key.
     key = f"{_LOCK}{last + 1:08d}"

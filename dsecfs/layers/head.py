@@ -96,7 +96,9 @@ def decode_head(data: bytes, digest: Digest) -> LayerHead:
     manifest_raw = erofs = None
     chunks: list[bytes] = []
     for i in range(count):
-        kind, codec, offset, stored, raw = _SECTION.unpack_from(data, _FIXED.size + i * _SECTION.size)
+        kind, codec, offset, stored, raw = _SECTION.unpack_from(
+            data, _FIXED.size + i * _SECTION.size
+        )
         if offset + stored > len(data):
             raise FormatError(
                 f"{what}: truncated: section {i} ends at {offset + stored}, file has {len(data)}"

@@ -113,7 +113,9 @@ def decode_layout(data: bytes, blob: Digest, chunks: int, chunk_size: int) -> La
     places = tuple(map(Place._make, _CHUNK.iter_unpack(middle)))
     # An incompressible chunk is stored raw, so nothing is ever longer than a chunk.
     for i, p in enumerate(places):
-        if p.codec > ZERO or (p.codec != ZERO and (p.object >= objects or not 0 < p.stored <= chunk_size)):
+        if p.codec > ZERO or (
+            p.codec != ZERO and (p.object >= objects or not 0 < p.stored <= chunk_size)
+        ):
             raise FormatError(f"{what}: chunk {i} has an impossible place {tuple(p)}")
     order = struct.unpack(f"<{hot}I", body[size - hot * 4 :])
     if any(i >= count for i in order):

@@ -157,7 +157,9 @@ def parse_manifest(data: bytes, what: str = "layer manifest") -> LayerManifest:
     for item in f.take("blobs", list):
         b = Fields(item, f"{what}: blob")
         blobs.append(
-            BlobRef(parse_digest(b.take("digest", str)), b.take("size", int), b.take("chunk_size", int))
+            BlobRef(
+                parse_digest(b.take("digest", str)), b.take("size", int), b.take("chunk_size", int)
+            )
         )
         b.done()
         check_chunk_size(blobs[-1].chunk_size)

@@ -166,7 +166,9 @@ def trace_chunks(
     return list(out)
 
 
-def _provider(path: bytes, layers_top_first: Sequence[TracedLayer]) -> tuple[TracedLayer, int] | None:
+def _provider(
+    path: bytes, layers_top_first: Sequence[TracedLayer]
+) -> tuple[TracedLayer, int] | None:
     for layer in layers_top_first:
         try:
             nid = layer.image.resolve(path)
@@ -188,7 +190,9 @@ def encode_trace(trace: Trace) -> bytes:
             last = path
         files[-1][1].append((offset, length))
     value = {"format": TRACE_FORMAT, "env": trace.env, "files": files}
-    return zstandard.ZstdCompressor(level=6).compress(json.dumps(value, separators=(",", ":")).encode())
+    return zstandard.ZstdCompressor(level=6).compress(
+        json.dumps(value, separators=(",", ":")).encode()
+    )
 
 
 def decode_trace(data: bytes, env: Digest) -> Trace:

@@ -43,7 +43,9 @@ def blob_of_blocks(path: Path, blocks: int) -> Blob:
     """A blob whose every 16 bytes say where they lie, so that no two ranges look alike."""
     blob = Blob(path)
     words = blocks * BLOCK // 16
-    blob.append(b"".join(struct.pack("<QQ", i, i * 0x9E3779B97F4A7C15 % 2**64) for i in range(words)))
+    blob.append(
+        b"".join(struct.pack("<QQ", i, i * 0x9E3779B97F4A7C15 % 2**64) for i in range(words))
+    )
     return blob
 
 
@@ -217,7 +219,9 @@ def acl(*users: int) -> bytes:
 
 NAME_BYTES = bytes(b for b in range(1, 256) if b != 0x2F)
 names = st.one_of(
-    st.sampled_from([b"a", b"b", b"-", b"!x", b".a", b"...", b"..a", b".-", b"~", b"\xff", b"\xe9"]),
+    st.sampled_from(
+        [b"a", b"b", b"-", b"!x", b".a", b"...", b"..a", b".-", b"~", b"\xff", b"\xe9"]
+    ),
     st.binary(min_size=1, max_size=12).map(lambda raw: bytes(NAME_BYTES[b % 254] for b in raw)),
     st.integers(0, 254).map(lambda i: bytes([NAME_BYTES[i % 254]]) * 255),
 ).filter(lambda name: name not in (b".", b".."))
@@ -233,7 +237,9 @@ devices = st.builds(os.makedev, st.integers(0, 0xFFF), st.integers(0, 0xFFFFF))
 _values = st.one_of(st.sampled_from([b"", b"v", b"x" * 40]), st.binary(max_size=60))
 _common = st.dictionaries(
     st.one_of(
-        st.sampled_from([b"trusted.t", b"trusted.same", b"security.s", b"trusted.overlay.overlay.x"]),
+        st.sampled_from(
+            [b"trusted.t", b"trusted.same", b"security.s", b"trusted.overlay.overlay.x"]
+        ),
         st.binary(min_size=1, max_size=8).map(
             lambda raw: b"trusted." + bytes(NAME_BYTES[b % 254] for b in raw)
         ),

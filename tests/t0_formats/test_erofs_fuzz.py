@@ -29,7 +29,11 @@ _LAST = Extent(0, 1, 7 * BLOCK, 2 * BLOCK)
 def _sample() -> bytes:
     """An image with a bit of everything, small enough that most bytes matter."""
     label = {b"security.selinux": b"system_u:object_r:usr_t:s0\0"}
-    pieces = (Extent(0, 0, 0, BLOCK), Extent(2 * BLOCK, 1, BLOCK, BLOCK), Extent(3 * BLOCK, 0, 0, 9))
+    pieces = (
+        Extent(0, 0, 0, BLOCK),
+        Extent(2 * BLOCK, 1, BLOCK, BLOCK),
+        Extent(3 * BLOCK, 0, 0, 9),
+    )
     root = directory(mtime_ns=7)
     root.children = {
         b"one": Inode(stat.S_IFREG, size=9, extents=(Extent(0, 0, BLOCK, 9),), xattrs=label),

@@ -214,9 +214,7 @@ def test_attributes(tmp_path: Path) -> None:
         b"large": file_of(
             blob, b"l", xattrs={b"user.big": os.urandom(65535), b"trusted.big": os.urandom(30000)}
         ),
-        b"many": file_of(
-            blob, b"m", xattrs={b"user.%d" % i: b"%99d" % i for i in range(300)}
-        ),
+        b"many": file_of(blob, b"m", xattrs={b"user.%d" % i: b"%99d" % i for i in range(300)}),
         b"many again": file_of(
             blob, b"m", xattrs={b"user.%d" % i: b"%99d" % i for i in range(299)}
         ),

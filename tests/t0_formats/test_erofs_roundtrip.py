@@ -128,7 +128,9 @@ def test_no_inode_crosses_a_block() -> None:
 
 def test_same_attributes_are_stored_once() -> None:
     label = {b"security.selinux": b"l" * 1000}
-    many = write_erofs(tree_of(**{f"f{i}": Inode(stat.S_IFREG, xattrs=label) for i in range(99)}), [])
+    many = write_erofs(
+        tree_of(**{f"f{i}": Inode(stat.S_IFREG, xattrs=label) for i in range(99)}), []
+    )
     assert many.count(b"l" * 1000) == 1
     alone = write_erofs(tree_of(f=Inode(stat.S_IFREG, xattrs=label)), [])
     assert alone.count(b"l" * 1000) == 1

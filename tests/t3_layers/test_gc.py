@@ -166,7 +166,9 @@ def test_a_publisher_waits_for_a_deletion_and_puts_anew(
     # A collector that has decided and is slow.
     assert store.put_if_absent(verdict_key(key), DELETE)
     done: list[Digest] = []
-    thread = threading.Thread(target=lambda: done.append(publish(store, tmp_path, "base/c:1", "same")))
+    thread = threading.Thread(
+        target=lambda: done.append(publish(store, tmp_path, "base/c:1", "same"))
+    )
     thread.start()
     time.sleep(0.3)
     assert not done

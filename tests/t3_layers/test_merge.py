@@ -175,7 +175,7 @@ def test_provider_and_hidden_agree_with_merge(roots: list[Inode]) -> None:
         for _, inode in walk(root):
             inode.gid = i
     shown = {path: inode.gid for path, inode in walk(merge(layers).root)}
-    for i, root in enumerate(roots):
+    for root in roots:
         for path, _ in walk(root):
             assert provider(layers, path) == shown.get(path)
     lost = {(path, low) for path, _, low in hidden(layers)}

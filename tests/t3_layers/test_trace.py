@@ -69,7 +69,9 @@ def test_reads_of_a_blob_become_ranges_of_files_in_order_of_first_use() -> None:
 
 
 def test_chunks_of_a_trace_follow_the_file_to_the_layer_that_provides_it_now() -> None:
-    base = layer("base", {b"x": file(0, 4096), b"y": file(CHUNK, 3 * CHUNK), b"z": file(1 << 19, 10)})
+    base = layer(
+        "base", {b"x": file(0, 4096), b"y": file(CHUNK, 3 * CHUNK), b"z": file(1 << 19, 10)}
+    )
     top = layer("top", {b"x": file(8192, 4096), b"z": whiteout()})
     accesses = [Access(b"y", CHUNK - 1, 2), Access(b"x", 0, 4096), Access(b"gone", 0, 1),
                 Access(b"z", 0, 10), Access(b"y", CHUNK, 10), Access(b"../y", 0, 1)]  # fmt: skip

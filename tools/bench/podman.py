@@ -22,7 +22,7 @@ from typing import NamedTuple
 LIMIT_S = 300
 
 _IN_NAMESPACE = (
-    "if mountpoint -q /sys/fs/cgroup/unified; then umount /sys/fs/cgroup/unified; fi; exec \"$@\""
+    'if mountpoint -q /sys/fs/cgroup/unified; then umount /sys/fs/cgroup/unified; fi; exec "$@"'
 )
 
 
@@ -104,7 +104,12 @@ class Podman:
         start = time.monotonic()
         subprocess.run(
             self._command(
-                "pull", "--quiet", "--tls-verify=false", "--signature-policy", str(self._policy), image
+                "pull",
+                "--quiet",
+                "--tls-verify=false",
+                "--signature-policy",
+                str(self._policy),
+                image,
             ),
             check=True,
             stdout=subprocess.DEVNULL,

@@ -67,7 +67,10 @@ def record(result: Result) -> None:
         rows = json.loads(RESULTS.read_text())
     rows[result.name] = asdict(result)
     RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-    print(f"{result.name}: {result.measured} (goal {result.goal}): {'met' if result.met else 'MISSED'}")
+    print(
+        f"{result.name}: {result.measured} (goal {result.goal}):"
+        f" {'met' if result.met else 'MISSED'}"
+    )
     for key, value in result.figures.items():
         print(f"    {key}: {value}")
     render()

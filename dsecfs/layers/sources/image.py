@@ -230,7 +230,7 @@ def parse_config(data: bytes, what: str) -> tuple[ImageConfig, list[str]]:
 
     def check(text: str) -> str:
         # JSON can hold NULs and lone surrogates; no argument or variable of a process can.
-        if "\0" in text or not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        if "\0" in text or (not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)):
             raise FormatError(f"{what}: not usable as text: {show_text(text)!r}")
         return text
 

@@ -87,7 +87,7 @@ class ReadAhead:
         while item and not isinstance(item, BaseException):
             try:
                 item = self._raw.read(PIECE)
-            except BaseException as e:  # noqa: BLE001 - raised again by read()
+            except BaseException as e:
                 item = e
             while not self._stop.is_set():
                 try:

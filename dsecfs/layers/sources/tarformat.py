@@ -335,7 +335,7 @@ class TarReader:
         entry.uid = self._id(found.get(b"uid"), uid, "uid")
         entry.gid = self._id(found.get(b"gid"), gid, "gid")
         entry.mtime_ns = self._time(found.get(b"mtime"), mtime)
-        if kind == CHR or kind == BLK:
+        if kind in (CHR, BLK):
             entry.major = self._number(major, "device major number")
             entry.minor = self._number(minor, "device minor number")
         elif kind in (b"\0", b"0", b"7"):
