@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disktree import difference, disk_listing
-from memsink import MemorySink, listing
 from test_merge import kernel
 from test_sources_tar import add_xattrs, get, populate, root_only
 
@@ -29,6 +27,8 @@ from dsecfs.layers.sources.directory import read_directory
 from dsecfs.layers.sources.tar import read_tar
 from dsecfs.layers.sources.upper import IdRange, read_upper
 from dsecfs.layers.tree import Inode
+from tests.t3_layers.disktree import difference, disk_listing
+from tests.t3_layers.memsink import MemorySink, listing
 
 libc = ctypes.CDLL(None, use_errno=True)
 MS_BIND = 4096

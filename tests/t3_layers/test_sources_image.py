@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import zstandard
-from disktree import difference, disk_listing
-from memsink import MemorySink, listing
 from test_sources_tar import archive, get, member, root_only
 
 from dsecfs.errors import (
@@ -40,6 +38,8 @@ from dsecfs.layers.sources.image import (
     parse_config,
 )
 from dsecfs.layers.tree import Inode
+from tests.t3_layers.disktree import difference, disk_listing
+from tests.t3_layers.memsink import MemorySink, listing
 
 SYM, DIR, LNK = b"2", b"5", b"1"
 

@@ -15,14 +15,14 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from disktree import difference, disk_listing
-from memsink import MemorySink, listing
 
 from dsecfs.errors import BadInput, DeadlineExceeded, DsecfsError, UnsafeArchive
 from dsecfs.layers.sources.base import Limits, SourceTree
 from dsecfs.layers.sources.streams import ReadAhead
 from dsecfs.layers.sources.tar import read_tar, read_tar_file
 from dsecfs.layers.tree import Inode
+from tests.t3_layers.disktree import difference, disk_listing
+from tests.t3_layers.memsink import MemorySink, listing
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for owners and devices")
 
