@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_sources_tar import archive, get, member
 
 from dsecfs.errors import BadInput, FormatError, UnsafeArchive
 from dsecfs.layers.merge import LayerTree, hidden, merge, provider
@@ -21,6 +20,7 @@ from dsecfs.layers.sources.tar import read_tar
 from dsecfs.layers.tree import Extent, Inode, directory, walk, whiteout
 from tests.t3_layers.disktree import difference, disk_listing, overlay, write_tree
 from tests.t3_layers.memsink import MemorySink, listing
+from tests.t3_layers.test_sources_tar import archive, get, member
 
 
 def overlay_works() -> str:

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_merge import kernel
-from test_sources_tar import add_xattrs, get, populate, root_only
 
 from dsecfs.errors import BadInput, DsecfsError, UnsafeArchive, Unsupported
 from dsecfs.layers.merge import LayerTree, merge
@@ -29,6 +27,8 @@ from dsecfs.layers.sources.upper import IdRange, read_upper
 from dsecfs.layers.tree import Inode
 from tests.t3_layers.disktree import difference, disk_listing
 from tests.t3_layers.memsink import MemorySink, listing
+from tests.t3_layers.test_merge import kernel
+from tests.t3_layers.test_sources_tar import add_xattrs, get, populate, root_only
 
 libc = ctypes.CDLL(None, use_errno=True)
 MS_BIND = 4096

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_sources_tar import archive, member
 
 from dsecfs.errors import DsecfsError
 from dsecfs.layers.merge import LayerTree, merge
@@ -20,6 +19,7 @@ from dsecfs.layers.sources.decompress import decompressed
 from dsecfs.layers.sources.tar import read_tar
 from dsecfs.layers.tree import BLOCK, walk
 from tests.t3_layers.memsink import MemorySink
+from tests.t3_layers.test_sources_tar import archive, member
 
 FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

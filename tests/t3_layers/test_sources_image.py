@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import zstandard
-from test_sources_tar import archive, get, member, root_only
 
 from dsecfs.errors import (
     BadInput,
@@ -40,6 +39,7 @@ from dsecfs.layers.sources.image import (
 from dsecfs.layers.tree import Inode
 from tests.t3_layers.disktree import difference, disk_listing
 from tests.t3_layers.memsink import MemorySink, listing
+from tests.t3_layers.test_sources_tar import archive, get, member, root_only
 
 SYM, DIR, LNK = b"2", b"5", b"1"
 
