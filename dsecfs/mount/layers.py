@@ -399,7 +399,7 @@ class LayerMounts:
         path = place / f"{generations[-1].number + 1 if generations else 1:08d}"
         for part in (path, path / "mnt", path / "refs"):
             part.mkdir(mode=0o700)
-        pinned = [blob.digest for blob in layer.blobs] if direct else []
+        pinned: list[str] = [blob.digest for blob in layer.blobs] if direct else []
         fuse = 0 if direct or not layer.blobs else self._fuse_mount()
         record = _Record(False, direct, private, pinned, fuse)
         try:
