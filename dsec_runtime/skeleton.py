@@ -55,7 +55,7 @@ def _write(path: Path) -> None:
     # The flat form: the image and its one blob in one file.
     image = write_erofs(root, [Device(b"hosts", BLOCK)]) + _HOSTS.ljust(BLOCK, b"\0")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".tmp-{os.urandom(8).hex()}")
     with new.open("wb") as file:
         file.write(image)
         file.flush()

@@ -1,0 +1,218 @@
+"""Images and programs that try to get out, or at what is not theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dsec_runtime.errors import NoSuchUser, SandboxError
+from dsec_runtime.run import Runner, RunSpec
+from dsec_runtime.upper import remove_tree
+from dsec_runtime.users import find_user
+from dsecfs.kernel.mountinfo import mounts_here
+from dsecfs.layers.local import LocalLayer
+from dsecfs.layers.tree import Inode
+from tests.support.node import Entry, Node
+from tests.t5_runtime.conftest import Shell, base_entries, remains
+
+
+def hostile(here: Node, runner: Runner, entries: dict[str, Entry]) -> Shell:
+    """A shell in an image that has `entries` instead of what they replace."""
+    data = bytearray()
+    found = base_entries(data)
+    for name in entries:
+        for known in list(found):
+            if known == name or known.startswith(f"{name}/"):
+                del found[known]
+    return Shell(runner, here.layer(found | entries, data))
+
+
+@pytest.mark.parametrize("target", ["/etc", "/../../../../../../etc", "../../../../../../etc"])
+def test_links_out_of_the_image_stay_inside(here: Node, runner: Runner, target: str) -> None:
+    shell = hostile(here, runner, {"etc": target})
+    # The link leads to itself: no passwd, so names are unknown and numbers work.
+    with pytest.raises(NoSuchUser):
+        shell.run("true", user="daemon")
+    assert shell.sh("id -u", user="7") == "7\n"
+
+
+@pytest.mark.parametrize("name", ["proc", "sys", "dev", "dev/init", "dev/pts"])
+@pytest.mark.parametrize("target", ["/escaped", "../../../../escaped", "/etc/escaped"])
+def test_mount_points_that_are_links(here: Node, runner: Runner, name: str, target: str) -> None:
+    for outside in (Path("/escaped"), Path("/etc/escaped")):
+        assert not outside.exists()
+    shell = hostile(here, runner, {name: target, "escaped/x": b"", "etc/escaped/x": b""})
+    with contextlib.suppress(SandboxError):  # refused is as good as contained
+        result, out, _ = shell.run("sh", "-c", "echo inside; test -e /proc/self")
+        assert "inside" in out or result.exit_code
+    for outside in (Path("/escaped"), Path("/etc/escaped")):
+        assert not outside.exists()
+    assert not [m.point for m in mounts_here() if "escaped" in str(m.point)]
+    assert remains(here, runner) == {}
+
+
+@pytest.mark.parametrize("name", ["proc", "sys", "dev"])
+def test_mount_points_that_are_files(here: Node, runner: Runner, name: str) -> None:
+    shell = hostile(here, runner, {name: b"a file"})
+    with contextlib.suppress(SandboxError):
+        shell.run("true")
+    assert remains(here, runner) == {}
+
+
+@pytest.mark.parametrize(
+    "passwd",
+    [
+        Inode(stat.S_IFIFO | 0o666),
+        Inode(stat.S_IFCHR | 0o666, rdev=os.makedev(1, 5)),
+        Inode(stat.S_IFSOCK | 0o666),
+        Inode(stat.S_IFDIR | 0o755, children={}),
+        "/proc/self/environ",
+        "passwd",
+        b"\xff\xfe:::\n::::::\nroot\nbob:x:99999999999999999999:1\nbob:x:-1:2\n" * 1000,
+    ],
+    ids=["fifo", "device", "socket", "directory", "proc", "loop", "garbage"],
+)
+def test_strange_passwd_files(here: Node, runner: Runner, passwd: Entry) -> None:
+    shell = hostile(here, runner, {"etc/passwd": passwd})
+    with pytest.raises(NoSuchUser):
+        shell.run("true", user="bob")
+    assert shell.run("true", user="12")[0].exit_code == 0
+
+
+def test_a_passwd_beyond_the_limit_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec_runtime.users.MAX_FILE", 1000)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "passwd").write_text("x:x:1:1::/:\n" * 100_000 + "late:x:5:5::/:\n")
+    root = os.open(tmp_path, os.O_PATH)
+    with pytest.raises(NoSuchUser):
+        find_user(root, "late")
+    os.close(root)
+
+
+def test_devices_of_an_image(here: Node, runner: Runner) -> None:
+    disk = os.stat("/").st_dev
+    shell = hostile(
+        here,
+        runner,
+        {
+            "disk": Inode(stat.S_IFBLK | 0o666, rdev=disk),
+            "mem": Inode(stat.S_IFCHR | 0o666, rdev=os.makedev(1, 1)),
+            "zero": Inode(stat.S_IFCHR | 0o666, rdev=os.makedev(1, 5)),
+        },
+    )
+    for name in ("/disk", "/mem", "/zero"):
+        result, out, err = shell.run("dd", f"if={name}", "of=/dev/null", "bs=1", "count=1")
+        assert result.exit_code != 0 and "denied" in err, (name, out, err)
+
+
+def test_owners_beyond_the_range_are_nobody(here: Node, runner: Runner) -> None:
+    big = Inode(stat.S_IFREG | 0o4755, uid=70000, gid=4_000_000_000)
+    shell = hostile(here, runner, {"big": big})
+    assert shell.sh("stat -c %u:%g /big") == "65534:65534\n"
+
+
+def test_what_root_inside_may_not(shell: Shell) -> None:
+    """Each line must fail; the script prints those that did not."""
+    attempts = [
+        "mount -t tmpfs none /tmp",
+        "mount -t proc none /tmp",
+        "umount /proc",
+        "umount /dev/init",
+        "rm /dev/init",
+        "unshare -U true",
+        "unshare -m true",
+        "mknod /b b 8 0",
+        "echo 1 > /proc/sys/kernel/panic",
+        "echo x > /proc/sys/kernel/core_pattern",
+        "echo b > /proc/sysrq-trigger",
+        "echo 0 > /sys/class/net/lo/mtu",
+        "touch /sys/x",
+        "test -s /proc/kcore",
+        "grep . /proc/kpagecgroup",
+        "grep . /proc/kallsyms",
+        "grep . /proc/keys",
+        "ls /sys/kernel/debug",
+        "ls /sys/firmware/*",
+        "chmod 777 /dev/null",
+        "hostname other",
+        "test -e /.dsec",
+        "nc -w 1 1.1.1.1 53",
+        "echo -1000 > /proc/self/oom_score_adj",
+        "kill -0 -1 && ps | grep -v -e sh -e init -e ps -e PID -e grep",
+    ]
+    script = "\n".join(f"({line}) >/dev/null 2>&1 && echo '{line}'" for line in attempts)
+    assert shell.sh(script + "\ntrue") == ""
+
+
+def test_open_descriptors_of_ours_are_not_inherited(shell: Shell) -> None:
+    out = shell.sh("ls -l /proc/self/fd /proc/1/fd")
+    assert str(shell.runner._dirs.run) not in out
+    numbers = [line.split(" -> ")[0].split()[-1] for line in out.splitlines() if " -> " in line]
+    assert set(numbers) <= {"0", "1", "2", "3", "4", "5"}
+    kinds = {line.split(" -> ")[1] for line in out.splitlines() if " -> " in line}
+    assert not [k for k in kinds if "ns/" in k or "dsec" in k]
+
+
+def test_no_path_of_the_node_is_told(here: Node, shell: Shell) -> None:
+    out = shell.sh("cat /proc/self/mountinfo /proc/1/environ /proc/self/cgroup")
+    assert str(here.place) not in out
+    assert shell.runner.sandboxes.cgroup_parent not in out
+
+
+def test_seccomp_answers(shell: Shell) -> None:
+    status = shell.sh("grep -e Seccomp: -e NoNewPrivs /proc/self/status")
+    assert "Seccomp:\t2" in status and "NoNewPrivs:\t0" in status
+    status = shell.sh("grep NoNewPrivs /proc/self/status", no_new_privileges=True)
+    assert "NoNewPrivs:\t1" in status
+
+
+def test_sandboxes_do_not_share_ids(here: Node, base: LocalLayer, runner: Runner) -> None:
+    starts = []
+    pipes = []
+    running = []
+    for _ in range(3):
+        read, write = os.pipe()
+        script = "echo x; while true; do sleep 1; done"
+        one = runner.start(RunSpec((base,), ("sh", "-c", script), stdout=write))
+        os.read(read, 10)
+        starts.append((here.dirs.uppers / one.sandbox / "upper").stat().st_uid)
+        running.append(one)
+        pipes += [read, write]
+    assert len(set(starts)) == 3
+    assert all(abs(a - b) >= 65536 for a in starts for b in starts if a != b)
+    for one in running:
+        one.stop(grace_s=0)
+        assert one.wait().exit_code in (137, 143)
+    for fd in pipes:
+        os.close(fd)
+
+
+def test_deep_and_odd_trees_are_removed(here: Node, shell: Shell) -> None:
+    script = """
+        i=0; while [ $i -lt 1200 ]; do mkdir d && cd d || exit 1; i=$((i+1)); done
+        mkdir -p /x/.dsec-1 /x/y/.dsec-1/z; ln -s /etc /x/link; chmod 0 /x /x/y
+        touch /.dsec-1 /.dsec-2; touch "$(printf 'a\\nb')"
+    """
+    shell.sh(script)
+    assert remains(here, shell.runner) == {}
+
+
+def test_remove_tree_follows_no_links(tmp_path: Path) -> None:
+    keep = tmp_path / "keep"
+    keep.mkdir()
+    (keep / "file").touch()
+    tree = tmp_path / "tree"
+    (tree / "a" / "b").mkdir(parents=True)
+    (tree / "a" / "link").symlink_to(keep)
+    (tree / "link").symlink_to(keep)
+    remove_tree(tree)
+    assert not tree.exists() and (keep / "file").exists()
+    (tmp_path / "alias").symlink_to(keep)
+    with pytest.raises(OSError, match="Not a directory"):
+        remove_tree(tmp_path / "alias")
+    assert (keep / "file").exists()
+    remove_tree(tmp_path / "missing")
