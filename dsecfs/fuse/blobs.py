@@ -66,6 +66,11 @@ class BlobSource(Protocol):
     ) -> None:
         """Bring chunks (None: all) of blobs into the cache, in this order as far as may be."""
 
+    async def warm(
+        self, env: Digest | None, layers: Sequence[Digest], progress: Progress
+    ) -> None:
+        """Bring in what runs of `env`, made of `layers` (bottom first), are known to read."""
+
 
 class Progress(Protocol):
     """Told how a prefetch goes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -36,16 +36,16 @@ def open_source(config: FsConfig) -> CachedSource:
     if "max_bytes" not in settings:
         s = os.statvfs(config.data)
         settings["max_bytes"] = s.f_blocks * s.f_frsize // 2
-    return CachedSource(
-        ChunkCache(config.dirs, functools.partial(_open_store, config.store), **settings)
-    )
+    open_it = functools.partial(_open_store, config.store)
+    return CachedSource(ChunkCache(config.dirs, open_it, **settings), open_it)
 
 
 class CachedSource:
     """A `BlobSource`."""
 
-    def __init__(self, cache: ChunkCache) -> None:
+    def __init__(self, cache: ChunkCache, open_store: Callable[[], Store]) -> None:
         self._cache = cache
+        self._open_store = open_store
 
     def exists(self, blob: Digest) -> bool:
         return (self._cache.dirs.blob(blob) / "chunks").exists()
@@ -58,6 +58,22 @@ class CachedSource:
 
     def stats(self) -> Mapping[str, int]:
         return self._cache.stats.snapshot()
+
+    async def warm(
+        self, env: Digest | None, layers: Sequence[Digest], progress: Progress
+    ) -> None:
+        def plan() -> list[tuple[Digest, list[int]]]:
+            from dsecfs.cache.warm import warm_plan
+            from dsecfs.layers.local import LocalLayers
+
+            store = self._open_store()
+            try:
+                local = LocalLayers(store, self._cache.dirs).ensure_all(layers)
+                return warm_plan(self._cache, store, env, local)
+            finally:
+                store.close()
+
+        await self.prefetch(await trio.to_thread.run_sync(plan, abandon_on_cancel=True), progress)
 
     async def prefetch(
         self, wanted: Sequence[tuple[Digest, Sequence[int] | None]], progress: Progress

@@ -7,7 +7,8 @@ comes while a worker is being replaced waits a moment instead of being refused.
     {"op": "status"}                          processes, mode, age, restarts
     {"op": "stats"}                           counters of this worker
     {"op": "prefetch", "id": ID, "blobs": [{"digest": HEX, "chunks": [N, …] | null}]}
-    {"op": "prefetch_status", "id": ID}
+    {"op": "warm", "id": ID, "env": HEX | null, "layers": [HEX, …]}
+    {"op": "prefetch_status", "id": ID}       of a prefetch or a warm
     {"op": "stop", "mode": "refuse" | "drain" | "force"}
     {"op": "restart_worker"}
 
@@ -25,7 +26,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,6 +242,7 @@ class ControlServer:
             "status": self._status,
             "stats": self._stats,
             "prefetch": self._prefetch,
+            "warm": self._warm,
             "prefetch_status": self._prefetch_status,
             "stop": self._stop,
             "restart_worker": self._restart_worker,
@@ -379,8 +381,23 @@ class ControlServer:
         }
 
     async def _prefetch(self, request: dict[str, Any]) -> dict[str, Any]:
-        name = _job_name(request)
         wanted = _wanted(request)
+        return self._start_job(request, lambda job: self._source.prefetch(wanted, job.progress))
+
+    async def _warm(self, request: dict[str, Any]) -> dict[str, Any]:
+        env, layers = request.get("env"), request.get("layers")
+        if not isinstance(layers, list) or len(layers) > MAX_BLOBS:
+            raise BadInput(f"warm: `layers` must be a list of at most {MAX_BLOBS}")
+        if not all(isinstance(d, str) for d in (*layers, env or "")):
+            raise BadInput("warm: `env` and `layers` are digests")
+        digests = [parse_digest(layer) for layer in layers]
+        of = parse_digest(env) if env is not None else None
+        return self._start_job(request, lambda job: self._source.warm(of, digests, job.progress))
+
+    def _start_job(
+        self, request: dict[str, Any], work: Callable[[_Job], Awaitable[None]]
+    ) -> dict[str, Any]:
+        name = _job_name(request)
         if name in self._jobs and not self._jobs[name].finished:
             raise Busy(f"prefetch {name} is running", hint="wait for it or use another id")
         if sum(not j.finished for j in self._jobs.values()) >= RUNNING_JOBS:
@@ -389,14 +406,14 @@ class ControlServer:
         for old in [n for n, j in self._jobs.items() if j.finished][:-MAX_JOBS]:
             del self._jobs[old]
         job = self._jobs[name] = _Job()
-        self._nursery.start_soon(self._run_job, name, job, wanted)
+        self._nursery.start_soon(self._run_job, name, job, work)
         return {"id": name}
 
     async def _run_job(
-        self, name: str, job: _Job, wanted: list[tuple[Digest, list[int] | None]]
+        self, name: str, job: _Job, work: Callable[[_Job], Awaitable[None]]
     ) -> None:
         try:
-            await self._source.prefetch(wanted, job.progress)
+            await work(job)
         except DsecfsError as e:
             job.error = str(e)
         except Exception:
