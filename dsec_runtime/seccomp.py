@@ -12,7 +12,7 @@ What must hold:
 from __future__ import annotations
 
 import functools
-import platform
+import os
 from typing import Any
 
 ENOSYS = 38
@@ -78,7 +78,7 @@ BY_MACHINE = {
     "aarch64": ["arm_fadvise64_64", "arm_sync_file_range", "breakpoint", "cacheflush", "set_tls"],
     "riscv64": ["riscv_flush_icache", "riscv_hwprobe"],
 }
-"""By platform.machine(): calls that only this architecture has."""
+"""By machine (uname -m): calls that only this architecture has."""
 
 ARCHITECTURES = {
     "x86_64": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86"],
@@ -115,7 +115,7 @@ def _arg(index: int, value: int, op: str, value_two: int = 0) -> dict[str, Any]:
 @functools.cache
 def profile(machine: str = "") -> dict[str, Any]:
     """The `linux.seccomp` object of an OCI configuration for this machine."""
-    machine = machine or platform.machine()
+    machine = machine or os.uname().machine
     allow, deny = "SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO"
     names = ALLOWED + BY_MACHINE.get(machine, [])
     value: dict[str, Any] = {

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,7 @@ class UidRanges:
         """A free range. Busy if all are taken."""
         self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
         for _ in range(_RANDOM_TRIES):
-            found = self._try(random.randrange(self._count))
+            found = self._try(int.from_bytes(os.urandom(4), "little") % self._count)
             if found is not None:
                 return found
         taken = set(os.listdir(self._place))

@@ -14,7 +14,6 @@ import os
 import re
 import select
 import struct
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +191,8 @@ def _attempt(
 
 def _try_mounts(scratch: Path, found: dict[str, bool], reasons: dict[str, str]) -> int | None:
     """Runs in a private mount namespace, which ends with its thread; so do its mounts."""
+    import tempfile  # here, since every command imports this module
+
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory("", "dsec-probe-", scratch)))
         image = place / "empty.erofs"
