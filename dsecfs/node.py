@@ -80,7 +80,7 @@ class Node:
         """The platform that is meant when nobody says one."""
         if self.settings.platform:
             return self.settings.platform
-        from dsecfs.layers.sources.image import Platform
+        from dsecfs.layers.platforms import Platform
 
         return str(Platform.here())
 

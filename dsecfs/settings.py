@@ -166,6 +166,13 @@ class Settings:
         hot=True,
         choices=("lz4", "zstd", "raw"),
     )
+    upper: str = _setting(
+        "disk",
+        _parse_text,
+        "where containers write: disk, tmpfs (memory, with a limit) or image (disk, with a limit)",
+        hot=True,
+        choices=("disk", "tmpfs", "image"),
+    )
     cache_max_bytes: int = _setting(
         50 << 30,
         parse_size,

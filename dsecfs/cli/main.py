@@ -21,6 +21,7 @@ from dsecfs.errors import DsecfsError
 RUN, LAYERS, NODE = "Run", "Layers and names", "This machine"
 
 COMMANDS = {
+    "run": Entry("dsec_runtime.cli:run", "Run a command in a container.", RUN),
     "image": Entry("dsecfs.cli.image:app", "Foreign images become environments.", LAYERS),
     "layer": Entry("dsecfs.cli.layer:app", "Immutable file trees in the store.", LAYERS),
     "env": Entry("dsecfs.cli.env:app", "Compositions of layers.", LAYERS),

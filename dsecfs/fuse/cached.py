@@ -62,7 +62,7 @@ class CachedSource:
     async def warm(
         self, env: Digest | None, layers: Sequence[Digest], progress: Progress
     ) -> None:
-        def plan() -> list[tuple[Digest, list[int]]]:
+        def plan() -> Sequence[tuple[Digest, Sequence[int]]]:
             from dsecfs.cache.warm import warm_plan
             from dsecfs.layers.local import LocalLayers
 
