@@ -12,12 +12,13 @@ everything on the node touches no store and no client library.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dsecfs.errors import BadInput, Busy, NotFound, Unsupported
+from dsecfs.errors import DsecfsError, NotFound, Unsupported
 from dsecfs.layers.catalog import Catalog
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.environment import Environment, check_layers
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from dsecfs.fuse.control import FsClient
     from dsecfs.kernel.probe import Mode
     from dsecfs.store.base import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +155,8 @@ class Node:
         if not self.settings.prefetch:
             return
         try:
-            client.call(
-                "warm",
-                id=f"warm-{prepared.digest[:32]}",
-                env=prepared.digest,
-                layers=[layer.digest for layer in prepared.layers],
-            )
-        except (BadInput, Busy):
-            # It is being warmed already, or too much else is.
-            return
+            client.warm(prepared.digest, [layer.digest for layer in prepared.layers])
+        except DsecfsError as e:
+            # Too much else is being fetched, or the worker is being replaced: files come all
+            # the same when they are read.
+            log.info("not warmed: %s", e)

@@ -8,11 +8,12 @@ one (default /run/dsec): what it says is about mounts and processes of this boot
     data/meta/<hex>.erofs   EROFS metadata images, ready to mount
     data/refs/              refs and environments that were resolved once (they never change)
     data/uppers/<sandbox>/  upper and work directory of a sandbox
+    data/traces/<env>/      access traces that could not be stored
     run/fs                  mount point of the node's FUSE file system
     run/fs.sock             control socket of its worker
     run/fs.log              log of its supervisors and workers
     run/trees/<id>.json     composed trees that run/fs/trees shows
-    run/traces/<id>.json    recordings that run/fs/traced shows; <id>.log the reads
+    run/traces/<id>.json    recordings that run/fs/traced shows; <id>.log the reads, <id>.claim
     run/mounts/<hash>/      sockets, locks and logs of mounts of single trees
     run/ns/mnt              the pinned mount namespace in which crun runs
     run/layers/<hex>/<gen>/ EROFS mounts, one per layer and generation
@@ -71,6 +72,10 @@ class NodeDirs:
     @property
     def refs(self) -> Path:
         return self.data / "refs"
+
+    @property
+    def kept_traces(self) -> Path:
+        return self.data / "traces"
 
     @property
     def uppers(self) -> Path:

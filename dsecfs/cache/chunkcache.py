@@ -429,6 +429,10 @@ class ChunkCache:
             self._fetcher, [(self.open(blob), chunks) for blob, chunks in plan], priority
         )
 
+    def store(self) -> Store:
+        """The store that chunks come from, opened at first need. `close` closes it."""
+        return self._fetcher.store()
+
     def pin(self, blob: Digest, name: str) -> None:
         """Keep what is here of `blob` until `unpin` with the same name. Busy, CacheError."""
         pin(self.dirs, blob, name)

@@ -1,23 +1,30 @@
-"""What to prefetch when an environment is mounted, by what optimize and traces know.
+"""What to prefetch when an environment is mounted, by what traces and optimize know.
 
-A blob whose layout names hot chunks is warmed by these: they lie back to back, so it is one
-sequential read. For the others the traces of the environment say which chunks a run reads.
-What must hold: it is advice only. Whatever goes wrong here costs speed, never a read.
+If runs of the environment were recorded, it is the chunks that they read, in that order: where
+`optimize` has put them back to back they come by a few large reads. If not, it is what the
+layouts of its blobs call hot, which runs of other environments needed. What must hold: it is
+advice only. Whatever goes wrong here costs speed, never a read.
 """
 
 from __future__ import annotations
 
+import logging
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from dsecfs.cache.chunkcache import ChunkCache
+from dsecfs.errors import DsecfsError
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.local import LocalLayer
 from dsecfs.layers.trace import TracedLayer, load_traces, merge_traces, trace_chunks
 from dsecfs.store.base import Store
 
-Plan = list[tuple[Digest, list[int]]]
+log = logging.getLogger(__name__)
+
+Plan = list[tuple[Digest, "array[int]"]]
+"""Chunks of blobs, in order; a blob may come up again."""
 
 _PARALLEL = 8
 """Layouts that are looked up at the same time."""
@@ -28,33 +35,37 @@ def warm_plan(
 ) -> Plan:
     """Chunks to bring in, in order, for a mount of `env` made of these layers.
 
-    Blocks: asks the store for layouts and traces. Raises store errors and FormatError.
+    Blocks: asks the store for layouts and traces. A blob whose layout cannot be had is left
+    out. Raises store errors, FormatError (an image that is damaged).
     """
     blobs = dict.fromkeys(ref.digest for layer in layers_bottom_up for ref in layer.blobs)
     with ThreadPoolExecutor(_PARALLEL, "dsec-warm") as pool:
-        hot = dict(
-            zip(blobs, pool.map(lambda blob: cache.open(blob).hot_chunks(), blobs), strict=True)
-        )
-    plan: Plan = [(blob, chunks) for blob, chunks in hot.items() if chunks]
-    if env is None or all(hot.values()):
-        return plan
-    traces = load_traces(store, env)
-    if not traces:
-        return plan
+        # Layouts are needed for fetching in any case; all is asked at the same time.
+        traces = pool.submit(load_traces, store, env, cache.dirs.kept_traces) if env else None
+        hot = dict(zip(blobs, pool.map(lambda blob: _hot(cache, blob), blobs), strict=True))
+        found = traces.result() if traces else []
+    if not found:
+        return [(blob, array("I", chunks)) for blob, chunks in hot.items() if chunks]
     layers = [
         TracedLayer(layer.blobs, ErofsImage.open(layer.meta_path))
         for layer in reversed(layers_bottom_up)
     ]
     try:
-        wanted = trace_chunks(merge_traces(traces).accesses, layers)
+        wanted = trace_chunks(merge_traces(found).accesses, layers)
     finally:
         for layer in layers:
             layer.image.close()
-    # Runs of one blob stay together, in the order in which they are first used.
+    plan: Plan = []
     for blob, chunk in wanted:
-        if hot[blob]:
-            continue
         if not plan or plan[-1][0] != blob:
-            plan.append((blob, []))
+            plan.append((blob, array("I")))
         plan[-1][1].append(chunk)
     return plan
+
+
+def _hot(cache: ChunkCache, blob: Digest) -> list[int]:
+    try:
+        return cache.open(blob).hot_chunks()
+    except DsecfsError as e:
+        log.warning("blob %s is not warmed by its layout: %s", blob[:12], e)
+        return []

@@ -3,7 +3,7 @@
 A blob file shows the blob's uncompressed address space: the device of EROFS mounts and of
 virtual machines. It exists as soon as the node knows the blob's chunk digests. A traced
 blob is the same bytes under another inode, so that the page cache is cold, and every read
-of it is written down.
+of it is written down. A composed tree that has the name of a recording is recorded, too.
 """
 
 from __future__ import annotations
@@ -184,6 +184,28 @@ def start_recording(traces: Path, name: str, blobs: Sequence[Digest]) -> None:
     temporary = traces / f".{name}.{os.getpid()}"
     temporary.write_text(json.dumps({"format": TRACE_FORMAT, "blobs": list(blobs)}))
     temporary.replace(traces / f"{name}.json")
+
+
+class RecordedBlob:
+    """An open blob whose reads are written down, once or (when they wait) twice."""
+
+    def __init__(self, blob: Blob, recording: Recording, number: int) -> None:
+        self._blob = blob
+        self._recording = recording
+        self._number = number
+
+    @property
+    def size(self) -> int:
+        return self._blob.size
+
+    def read_nowait(self, offset: int, size: int) -> Data | None:
+        self._recording.record(self._number, offset, size)
+        return self._blob.read_nowait(offset, size)
+
+    def aread(self, offset: int, size: int) -> Awaitable[Data]:
+        # Of a read of several blobs, `read_nowait` stops at the first that is not at hand.
+        self._recording.record(self._number, offset, size)
+        return self._blob.aread(offset, size)
 
 
 class TracedBlobSpace(BlobSpace):

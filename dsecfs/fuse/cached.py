@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
@@ -13,14 +14,41 @@ from dsecfs.cache import ChunkCache, read_chunk_list
 from dsecfs.cache.chunkcache import CachedBlob
 from dsecfs.fuse.blobs import Progress
 from dsecfs.fuse.config import FsConfig
+from dsecfs.fuse.spaces import Bounded
 from dsecfs.layers.digest import Digest
 
 if TYPE_CHECKING:
+    from dsecfs.cache.warm import Plan
     from dsecfs.store.base import Store
 
 OPEN_BLOBS = 512
 """Blobs whose files stay open in a worker (three files and two mappings each)."""
 POLL_S = 0.1
+PLAN_S = 300.0
+"""Seconds after which it is looked anew what a mount should be warmed with."""
+KEPT_CHUNKS = 1 << 20
+"""Chunks in the plans that are remembered (4 bytes each)."""
+_PLANNERS = 2
+"""Plans that are made at the same time: traces of several MB may be in memory."""
+
+_Mount = tuple[Digest | None, tuple[Digest, ...]]
+
+
+class _Planned(NamedTuple):
+    """What a mount is warmed with."""
+
+    made: float
+    plan: Plan
+    chunks: int
+
+
+_limiters: list[trio.CapacityLimiter] = []
+
+
+def _planners() -> trio.CapacityLimiter:
+    if not _limiters:
+        _limiters.append(trio.CapacityLimiter(_PLANNERS))
+    return _limiters[0]
 
 
 def _open_store(url: str) -> Store:
@@ -37,15 +65,15 @@ def open_source(config: FsConfig) -> CachedSource:
         s = os.statvfs(config.data)
         settings["max_bytes"] = s.f_blocks * s.f_frsize // 2
     open_it = functools.partial(_open_store, config.store)
-    return CachedSource(ChunkCache(config.dirs, open_it, **settings), open_it)
+    return CachedSource(ChunkCache(config.dirs, open_it, **settings))
 
 
 class CachedSource:
     """A `BlobSource`."""
 
-    def __init__(self, cache: ChunkCache, open_store: Callable[[], Store]) -> None:
+    def __init__(self, cache: ChunkCache) -> None:
         self._cache = cache
-        self._open_store = open_store
+        self._plans: Bounded[_Mount, _Planned] = Bounded(KEPT_CHUNKS, lambda p: 100 + p.chunks)
 
     def exists(self, blob: Digest) -> bool:
         return (self._cache.dirs.blob(blob) / "chunks").exists()
@@ -62,28 +90,35 @@ class CachedSource:
     async def warm(
         self, env: Digest | None, layers: Sequence[Digest], progress: Progress
     ) -> None:
-        def plan() -> Sequence[tuple[Digest, Sequence[int]]]:
-            from dsecfs.cache.warm import warm_plan
-            from dsecfs.layers.local import LocalLayers
+        key = (env, tuple(layers))
+        planned = self._plans.use(key)
+        if planned is None or time.monotonic() - planned.made > PLAN_S:
+            plan = await trio.to_thread.run_sync(
+                self._plan, env, layers, abandon_on_cancel=True, limiter=_planners()
+            )
+            chunks = sum(len(numbers) for _, numbers in plan)
+            planned = self._plans.keep(key, _Planned(time.monotonic(), plan, chunks))
+        await self.prefetch(planned.plan, progress)
 
-            store = self._open_store()
-            try:
-                local = LocalLayers(store, self._cache.dirs).ensure_all(layers)
-                return warm_plan(self._cache, store, env, local)
-            finally:
-                store.close()
+    def _plan(self, env: Digest | None, layers: Sequence[Digest]) -> Plan:
+        from dsecfs.cache.warm import warm_plan
+        from dsecfs.layers.local import LocalLayers
 
-        await self.prefetch(await trio.to_thread.run_sync(plan, abandon_on_cancel=True), progress)
+        store = self._cache.store()
+        local = LocalLayers(store, self._cache.dirs).ensure_all(layers)
+        return warm_plan(self._cache, store, env, local)
 
     async def prefetch(
         self, wanted: Sequence[tuple[Digest, Sequence[int] | None]], progress: Progress
     ) -> None:
         plan: list[tuple[Digest, Sequence[int]]] = []
         for digest, chunks in wanted:
-            blob = self._cache.open(digest)
-            plan.append((digest, range(blob.chunk_count) if chunks is None else chunks))
+            if chunks is None:
+                chunks = range(self._cache.open(digest).chunk_count)
+            plan.append((digest, chunks))
             await trio.lowlevel.checkpoint()
-        handle = self._cache.prefetch(plan)
+        # Looks at the state of every chunk first: not in the event loop.
+        handle = await trio.to_thread.run_sync(self._cache.prefetch, plan)
         try:
             finished = False
             while not finished:

@@ -33,6 +33,9 @@ class FsConfig:
     allow_other: bool = True
     cache: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chunk cache."""
+    read_ahead_kib: int = 1024
+    """Read-ahead of files in the mount; needs root to count. A FUSE request holds at most
+    1 MiB (FUSE_MAX_MAX_PAGES is 256)."""
     request_limit_s: float = 120.0
     """A request that takes longer is answered with EIO."""
     stuck_s: float = 20.0

@@ -7,7 +7,7 @@ comes while a worker is being replaced waits a moment instead of being refused.
     {"op": "status"}                          processes, mode, age, restarts
     {"op": "stats"}                           counters of this worker
     {"op": "prefetch", "id": ID, "blobs": [{"digest": HEX, "chunks": [N, …] | null}]}
-    {"op": "warm", "id": ID, "env": HEX | null, "layers": [HEX, …]}
+    {"op": "warm", "env": HEX | null, "layers": [HEX, …]}   answers {"id": ID}
     {"op": "prefetch_status", "id": ID}       of a prefetch or a warm
     {"op": "stop", "mode": "refuse" | "drain" | "force"}
     {"op": "restart_worker"}
@@ -26,7 +26,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.mountpoint import unmount
 from dsecfs.fuse.shared import Inherited, SharedPage
 from dsecfs.fuse.supervisor import unmount_or_drain
-from dsecfs.layers.digest import Digest, parse_digest
+from dsecfs.layers.digest import Digest, parse_digest, sha256
 
 if TYPE_CHECKING:
     import trio
@@ -61,8 +61,9 @@ MAX_CALLERS = 32
 IDLE_S = 30.0
 """A connection without a request for so long is closed; a request may take as long."""
 MAX_JOBS = 256
-"""Prefetches that are remembered; more than RUNNING_JOBS at once are refused."""
+"""Prefetches that are remembered, and warms that wait for their turn."""
 RUNNING_JOBS = 16
+"""Prefetches at the same time; one more is refused, a warm waits."""
 MAX_BLOBS = 4096
 
 _ACCEPT_AGAIN = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
@@ -163,6 +164,12 @@ class FsClient:
         """Start bringing chunks (None: all) into the cache under the name `job`."""
         self.call("prefetch", id=job, blobs=[{"digest": d, "chunks": c} for d, c in blobs])
 
+    def warm(self, env: Digest | None, layers: Sequence[Digest]) -> str:
+        """Start bringing in what runs of `env`, made of `layers` (bottom first), read; the id
+        for `prefetch_status`. Asked again while it goes on, it is the same one; asked later, it
+        brings in what is missing then. Busy if too much else is being brought in."""
+        return str(self.call("warm", env=env, layers=list(layers))["id"])
+
     def prefetch_status(self, job: str) -> dict[str, Any]:
         """done, total, finished, error ("" while all is well)."""
         return self.call("prefetch_status", id=job)
@@ -258,6 +265,7 @@ class ControlServer:
         listener = trio.socket.from_stdlib_socket(
             socket.socket(fileno=os.dup(self._inherited.control_fd))
         )
+        self._warming = trio.CapacityLimiter(RUNNING_JOBS)
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             if task_status is not None:
@@ -382,7 +390,8 @@ class ControlServer:
 
     async def _prefetch(self, request: dict[str, Any]) -> dict[str, Any]:
         wanted = _wanted(request)
-        return self._start_job(request, lambda job: self._source.prefetch(wanted, job.progress))
+        name = _job_name(request)
+        return self._start_job(name, lambda job: self._source.prefetch(wanted, job.progress))
 
     async def _warm(self, request: dict[str, Any]) -> dict[str, Any]:
         env, layers = request.get("env"), request.get("layers")
@@ -392,16 +401,24 @@ class ControlServer:
             raise BadInput("warm: `env` and `layers` are digests")
         digests = [parse_digest(layer) for layer in layers]
         of = parse_digest(env) if env is not None else None
-        return self._start_job(request, lambda job: self._source.warm(of, digests, job.progress))
+        name = f"warm-{sha256(json.dumps([env, layers]).encode())[:32]}"
+        running = self._jobs.get(name)
+        if running is not None and not running.finished:
+            return {"id": name}
+
+        async def work(job: _Job) -> None:
+            async with self._warming:
+                await self._source.warm(of, digests, job.progress)
+
+        return self._start_job(name, work, MAX_JOBS)
 
     def _start_job(
-        self, request: dict[str, Any], work: Callable[[_Job], Awaitable[None]]
+        self, name: str, work: Callable[[_Job], Awaitable[None]], limit: int = RUNNING_JOBS
     ) -> dict[str, Any]:
-        name = _job_name(request)
         if name in self._jobs and not self._jobs[name].finished:
             raise Busy(f"prefetch {name} is running", hint="wait for it or use another id")
-        if sum(not j.finished for j in self._jobs.values()) >= RUNNING_JOBS:
-            raise Busy(f"{RUNNING_JOBS} prefetches are running", hint="try again later")
+        if sum(not j.finished for j in self._jobs.values()) >= limit:
+            raise Busy(f"{limit} prefetches are running", hint="try again later")
         self._jobs.pop(name, None)
         for old in [n for n, j in self._jobs.items() if j.finished][:-MAX_JOBS]:
             del self._jobs[old]
@@ -416,6 +433,7 @@ class ControlServer:
             await work(job)
         except DsecfsError as e:
             job.error = str(e)
+            log.warning("prefetch %s: %s", name, e)
         except Exception:
             log.exception("prefetch %s: unexpected", name)
             job.error = "internal error, see the log"

@@ -224,7 +224,7 @@ def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool =
         log.error("%s: %s", mountpoint, e)
         announce(f"failed {mountpoint}: {e.strerror}")
         return 1
-    failed = tune(mountpoint, Path(config.state))
+    failed = tune(mountpoint, Path(config.state), config.read_ahead_kib)
     if failed and os.geteuid() == 0:
         log.warning("%s: cannot set %s", mountpoint, ", ".join(failed))
     _protect()

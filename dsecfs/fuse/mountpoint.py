@@ -17,8 +17,6 @@ from dsecfs.kernel.syscalls import mount, umount
 
 MAX_BACKGROUND = 256
 """Read-ahead requests the kernel keeps in flight per mount (its default is 12)."""
-READ_AHEAD_KB = 1024
-"""Largest read-ahead; a FUSE request holds at most 1 MiB (FUSE_MAX_MAX_PAGES is 256)."""
 
 _FUSERMOUNT_S = 20
 
@@ -97,8 +95,9 @@ def recover_stale(mountpoint: Path) -> bool:
     )
 
 
-def tune(mountpoint: Path, scratch: Path) -> list[str]:
-    """Let more requests be in flight. Returns what could not be set (without root: all).
+def tune(mountpoint: Path, scratch: Path, read_ahead_kib: int) -> list[str]:
+    """Set read-ahead, and let more requests be in flight. Returns what could not be set
+    (without root: all).
 
     The knobs are in fusectl, which is often not mounted; it is mounted for a moment on a
     private directory below `scratch`.
@@ -122,7 +121,7 @@ def tune(mountpoint: Path, scratch: Path) -> list[str]:
             _write(place / minor / name, value, failed)
         umount(place, detach=True)
     place.rmdir()
-    _write(Path(f"/sys/class/bdi/{device}/read_ahead_kb"), READ_AHEAD_KB, failed)
+    _write(Path(f"/sys/class/bdi/{device}/read_ahead_kb"), read_ahead_kib, failed)
     return failed
 
 

@@ -5,7 +5,8 @@ can serve it:
 
     b  blob digest                      one blob
     t  name, layers bottom to top       a composed tree (its layers, not just its name:
-                                        a name may be given anew)
+                                        a name may be given anew); recorded if there is a
+                                        trace of the same name
     r  name                             the directory of one trace
     d  name, blob digest                one blob under a trace
 
@@ -17,12 +18,19 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from dsecfs.errors import BadInput, DsecfsError, NotFound
-from dsecfs.fuse.blobs import BlobSource, BlobSpace, Recording, TracedBlobSpace
+from dsecfs.fuse.blobs import (
+    Blob,
+    BlobSource,
+    BlobSpace,
+    RecordedBlob,
+    Recording,
+    TracedBlobSpace,
+)
 from dsecfs.fuse.slots import NODE_BITS, NODE_MASK, Slots
 from dsecfs.fuse.spaces import (
     FOREVER,
@@ -108,11 +116,18 @@ class Spaces:
         name, digests = _unpack(key)
         if kind == b"t":
             images = [self._image(layer) for layer in reversed(digests)]
-            return TreeSpace(MergedTree(images), slot << NODE_BITS, self._source.open)
+            return TreeSpace(MergedTree(images), slot << NODE_BITS, self._opener(name))
         if kind == b"r":
             return _TraceDirectory(self, name)
         trace = self.trace(name)
         return TracedBlobSpace(self._source, digests[0], trace, trace.number(digests[0]))
+
+    def _opener(self, tree: str) -> Callable[[Digest], Blob]:
+        """How a tree's files come to their blobs."""
+        if not self.trace_exists(tree):
+            return self._source.open
+        trace = self.trace(tree)
+        return lambda blob: RecordedBlob(self._source.open(blob), trace, trace.number(blob))
 
     def _image(self, layer: Digest) -> ErofsImage:
         image = self._images.use(layer)

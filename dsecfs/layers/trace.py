@@ -10,34 +10,47 @@ Stored under `traces/<env>/<sha256 of the bytes>` as a zstd frame of JSON:
 PATH is os.fsdecode of the raw bytes (surrogates escaped), no leading slash; a file stands
 again where the program came back to it after reading others.
 
-What must hold: a trace is only advice. A wrong or hostile one costs a bounded amount of
-prefetching (MAX_RANGES) and can never change what a read returns.
+What must hold: a trace is only advice. A wrong or hostile one costs a bounded amount of time,
+memory (MAX_RANGES, MAX_TRACE) and prefetching, and can never change what a read returns; one
+that cannot be read is logged and left out.
+
+A node that may not write to the store keeps its traces in data/traces/<env>/, the same bytes
+under the same name; they count on this node, and can be stored by somebody who may.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import zstandard
 
 from dsecfs.errors import BadInput, FormatError, NotFound
-from dsecfs.layers.digest import Digest, sha256
+from dsecfs.layers.digest import Digest, parse_digest, sha256
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.manifest import BlobRef, Fields, load_json
+from dsecfs.layers.tree import Extent
 from dsecfs.store.base import Store, trace_prefix
 
+log = logging.getLogger(__name__)
+
 TRACE_FORMAT = 1
-MAX_RANGES = 1_000_000
-MAX_TRACE = 64 << 20
+MAX_RANGES = 200_000
+"""Most ranges of a trace, and of traces that are merged."""
+MAX_TRACE = 8 << 20
 """Most bytes of a trace's JSON."""
 MAX_RUNS = 8
 """Runs that are merged; newer ones win."""
+_MOST_LISTED = 10_000
+"""Traces of an environment that are looked at to find the newest."""
 
 
 class Touch(NamedTuple):
@@ -143,8 +156,9 @@ def trace_chunks(
     """The chunks (blob, number) that a trace needs now, in order of first use, each once.
 
     Paths that no longer exist are skipped; the topmost layer that has a path provides it.
+    Ranges of one path should not overlap (merged traces are so): each is walked.
     """
-    where: dict[bytes, tuple[TracedLayer, int] | None] = {}
+    where: dict[bytes, tuple[TracedLayer, tuple[Extent, ...], list[int]] | None] = {}
     out: dict[tuple[Digest, int], None] = {}
     for path, offset, length in accesses:
         if path not in where:
@@ -152,8 +166,10 @@ def trace_chunks(
         found = where[path]
         if found is None:
             continue
-        layer, nid = found
-        for e in layer.image.extents(nid):
+        layer, extents, starts = found
+        for e in extents[max(bisect_right(starts, offset) - 1, 0) :]:
+            if e.logical >= offset + length:
+                break
             low = max(offset, e.logical)
             high = min(offset + length, e.logical + e.length)
             if low >= high:
@@ -168,7 +184,7 @@ def trace_chunks(
 
 def _provider(
     path: bytes, layers_top_first: Sequence[TracedLayer]
-) -> tuple[TracedLayer, int] | None:
+) -> tuple[TracedLayer, tuple[Extent, ...], list[int]] | None:
     for layer in layers_top_first:
         try:
             nid = layer.image.resolve(path)
@@ -176,23 +192,30 @@ def _provider(
             continue
         info = layer.image.stat(nid)
         # A whiteout or another type hides what is below; a directory has no data.
-        return (layer, nid) if stat.S_ISREG(info.mode) else None
+        if not stat.S_ISREG(info.mode):
+            return None
+        extents = layer.image.extents_of(info)
+        return layer, extents, [e.logical for e in extents]
     return None
 
 
 def encode_trace(trace: Trace) -> bytes:
-    """The bytes to store."""
+    """The bytes to store. What is beyond MAX_RANGES or MAX_TRACE, used last, is left out."""
     files: list[tuple[str, list[tuple[int, int]]]] = []
     last: bytes | None = None
-    for path, offset, length in trace.accesses:
+    size = 0
+    for path, offset, length in trace.accesses[:MAX_RANGES]:
+        # At most: 6 bytes for each of the path, and two numbers with their signs.
+        size += 44 + (6 * len(path) + 8 if path != last else 0)
+        if size > MAX_TRACE - 4096:
+            break
         if path != last:
             files.append((os.fsdecode(path), []))
             last = path
         files[-1][1].append((offset, length))
     value = {"format": TRACE_FORMAT, "env": trace.env, "files": files}
-    return zstandard.ZstdCompressor(level=6).compress(
-        json.dumps(value, separators=(",", ":")).encode()
-    )
+    data = json.dumps(value, separators=(",", ":")).encode()
+    return zstandard.ZstdCompressor(level=6).compress(data)
 
 
 def decode_trace(data: bytes, env: Digest) -> Trace:
@@ -238,10 +261,106 @@ def save_trace(store: Store, trace: Trace) -> str:
     return key
 
 
-def load_traces(store: Store, env: Digest) -> list[Trace]:
-    """The newest MAX_RUNS traces of an environment, newest first; empty if there are none."""
-    found = sorted(store.list(trace_prefix(env)), key=lambda o: (-o.mtime, o.key))
-    return [decode_trace(store.get(o.key, max_size=MAX_TRACE), env) for o in found[:MAX_RUNS]]
+def keep_trace(place: Path, trace: Trace) -> Path:
+    """Keep a run's trace below the directory `place` of this node; its file. OSError.
+
+    The newest MAX_RUNS of an environment stay.
+    """
+    data = encode_trace(trace)
+    folder = place / trace.env
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / sha256(data)
+    temporary = folder / f".{path.name}"
+    temporary.write_bytes(data)
+    temporary.replace(path)
+    for old in kept_traces(place, trace.env)[MAX_RUNS:]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def kept_traces(place: Path, env: Digest) -> list[Path]:
+    """Traces of an environment that this node keeps below `place`, newest first."""
+    found = []
+    try:
+        names = os.listdir(place / env)
+    except FileNotFoundError:
+        return []
+    for name in names:
+        try:
+            path = place / env / parse_digest(name)
+            found.append((-path.stat().st_mtime, path))
+        except (BadInput, FileNotFoundError):
+            continue  # being written, or just replaced
+    return [path for _, path in sorted(found)]
+
+
+class StoredTrace(NamedTuple):
+    """A trace that is somewhere."""
+
+    name: str
+    """The sha256 of its bytes."""
+    mtime: float
+    size: int
+    """Stored bytes."""
+    file: Path | None
+    """Where this node keeps it; None: in the store."""
+
+
+def list_traces(store: Store, env: Digest, kept: Path | None = None) -> list[StoredTrace]:
+    """The traces of an environment, newest first, those that the node keeps below `kept` too."""
+    found = []
+    prefix = trace_prefix(env)
+    for number, info in enumerate(store.list(prefix)):
+        if number == _MOST_LISTED:
+            log.warning("environment %s has too many traces: not all count", env[:12])
+            break
+        found.append(StoredTrace(info.key.removeprefix(prefix), info.mtime, info.size, None))
+    names = {trace.name for trace in found}
+    for path in kept_traces(kept, env) if kept else ():
+        if path.name not in names:
+            s = path.stat()
+            found.append(StoredTrace(path.name, s.st_mtime, s.st_size, path))
+    return sorted(found, key=lambda t: (-t.mtime, t.name))
+
+
+def read_trace(store: Store, env: Digest, stored: StoredTrace) -> Trace:
+    """One trace. Raises FormatError for one that is none, NotFound, store errors."""
+    if stored.file is not None:
+        try:
+            with stored.file.open("rb") as f:
+                return decode_trace(f.read(MAX_TRACE), env)
+        except OSError as e:
+            raise NotFound(f"trace {stored.file}: {e.strerror}") from None
+    return decode_trace(store.get(trace_prefix(env) + stored.name, max_size=MAX_TRACE), env)
+
+
+def load_traces(store: Store, env: Digest, kept: Path | None = None) -> list[Trace]:
+    """The newest MAX_RUNS traces of an environment, newest first; empty if there are none.
+
+    Those that the node keeps below `kept` count too. One that cannot be read is logged and
+    left out; so are old ones when there are more than MAX_RANGES ranges in all.
+    """
+    listed = list_traces(store, env, kept)[:MAX_RUNS]
+    if not listed:
+        return []
+
+    def read(stored: StoredTrace) -> Trace | None:
+        try:
+            return read_trace(store, env, stored)
+        except (FormatError, NotFound) as e:
+            log.warning("trace %s is left out: %s", stored.name[:12], e)
+            return None
+
+    with ThreadPoolExecutor(len(listed), "dsec-traces") as pool:
+        found = [trace for trace in pool.map(read, listed) if trace and trace.accesses]
+    traces: list[Trace] = []
+    ranges = 0
+    for trace in found:
+        ranges += len(trace.accesses)
+        if traces and ranges > MAX_RANGES:
+            break
+        traces.append(trace)
+    return traces
 
 
 class _Ranges:

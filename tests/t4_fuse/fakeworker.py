@@ -97,6 +97,11 @@ class FakeSource:
             progress(i + 1, len(wanted))
             await trio.sleep(0.01)
 
+    async def warm(
+        self, env: Digest | None, layers: Sequence[Digest], progress: Progress
+    ) -> None:
+        progress(len(layers), len(layers))
+
 
 def main(inherited: Inherited) -> int:
     config = FsConfig(**inherited.config)

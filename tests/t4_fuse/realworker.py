@@ -21,4 +21,4 @@ def main(inherited: Inherited) -> int:
         return open_store(config.store, wrap=lambda b: FaultyStore(b, latency_s=LATENCY_S))
 
     cache = ChunkCache(config.dirs, slow, max_bytes=1 << 30)  # type: ignore[arg-type]
-    return run(inherited, config, CachedSource(cache, slow))  # type: ignore[arg-type]
+    return run(inherited, config, CachedSource(cache))
