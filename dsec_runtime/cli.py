@@ -194,11 +194,11 @@ def _run(
 def _record(node: Node, prepared: Prepared, spec: RunSpec, steps: _Steps) -> RunResult:
     from dsec_runtime.run import Runner
     from dsec_runtime.running import forwarding, terminal_kept
-    from dsecfs.mount.record import Recording
+    from dsecfs.mount.record import Recorder
 
     mode, _ = node.mode()
-    with Recording.start(node.dirs, prepared.digest, prepared.layers) as recording:
-        mounts = recording.mounts(mode=mode)
+    with Recorder.start(node.dirs, prepared.digest, prepared.layers) as recorder:
+        mounts = recorder.mounts(mode=mode)
         try:
             with Runner(node.dirs, mode=mode, mounts=mounts) as runner:
                 runner.recover()
@@ -209,7 +209,7 @@ def _record(node: Node, prepared: Prepared, spec: RunSpec, steps: _Steps) -> Run
                     result = running.wait()
         finally:
             mounts.close()
-        saved = recording.save(node.store)
+        saved = recorder.save(node.store)
     files = len({a.path for a in saved.trace.accesses})
     note(f"recorded {files} files, {size_text(saved.trace.total)}")
     if saved.why_kept:

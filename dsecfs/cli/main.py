@@ -22,6 +22,9 @@ RUN, LAYERS, NODE = "Run", "Layers and names", "This machine"
 
 COMMANDS = {
     "run": Entry("dsec_runtime.cli:run", "Run a command in a container.", RUN),
+    "mount": Entry("dsecfs.cli.mount:mount", "Mount an environment on a directory.", RUN),
+    "umount": Entry("dsecfs.cli.mount:umount", "Unmount it.", RUN),
+    "unmount": Entry("dsecfs.cli.mount:umount", "The same as umount.", RUN),
     "image": Entry("dsecfs.cli.image:app", "Foreign images become environments.", LAYERS),
     "layer": Entry("dsecfs.cli.layer:app", "Immutable file trees in the store.", LAYERS),
     "env": Entry("dsecfs.cli.env:app", "Compositions of layers.", LAYERS),
@@ -29,6 +32,7 @@ COMMANDS = {
     "store": Entry("dsecfs.cli.store:app", "The store: check, measure, clean up.", LAYERS),
     "cache": Entry("dsecfs.cli.cache:app", "Data that this node has already.", NODE),
     "fs": Entry("dsecfs.cli.fs:app", "The daemon that serves data on demand.", NODE),
+    "doctor": Entry("dsecfs.cli.doctor:doctor", "What it can do, and what is missing.", NODE),
     "config": Entry("dsecfs.cli.config:app", "Settings and where they come from.", NODE),
     "version": Entry("dsecfs.cli.config:version", "What this is and what it uses.", NODE),
 }

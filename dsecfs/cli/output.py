@@ -85,7 +85,11 @@ def show_rows(
         table.add_column(heading, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(key), form.get(key)) for key in columns))
-    _console().print(table)
+    console = _console()
+    with console.capture() as shown:
+        console.print(table)
+    for line in shown.get().splitlines():
+        print(line.rstrip())
 
 
 def show_record(

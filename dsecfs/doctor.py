@@ -1,0 +1,258 @@
+"""What this machine can do for dsec, what is missing, and how to get it.
+
+Each check tries or reads the thing itself and never raises for what it finds. `needed` marks
+what `dsec run` cannot do without.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dsecfs.errors import DsecfsError
+from dsecfs.kernel.probe import FUSE_RESEND_MINOR, KernelInfo, probe, quick_mode
+from dsecfs.node import Node
+
+State = Literal["ok", "warning", "missing"]
+_COMMAND_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    area: str
+    name: str
+    state: State
+    found: str
+    hint: str = ""
+    """What to do; "" if all is well."""
+    needed: bool = False
+    """`dsec run` does not work while this is missing."""
+
+
+def examine(node: Node) -> Iterator[Finding]:
+    """All findings, in the order in which people should read them."""
+    scratch = next(p for p in (node.dirs.data, *node.dirs.data.parents) if p.is_dir())
+    info = probe(scratch)
+    yield from _kernel(node, info)
+    yield from _programs()
+    yield from _limits()
+    yield from _space(node, scratch)
+    yield _store(node)
+    yield _daemon(node)
+
+
+def works(findings: list[Finding]) -> bool:
+    """Whether `dsec run` can work on this machine."""
+    return not any(f.needed and f.state == "missing" for f in findings)
+
+
+def _kernel(node: Node, info: KernelInfo) -> Iterator[Finding]:
+    best = info.best_mode()
+    why = info.reasons.get("kernel" if best != "kernel" else "", "")
+    if best is None:
+        yield Finding(
+            "kernel",
+            "mount mode",
+            "missing",
+            "none: " + "; ".join(info.reasons.values()),
+            "load the modules erofs, overlay and fuse (docs/kernels.md)",
+            True,
+        )
+    elif best == "fuse":
+        yield Finding(
+            "kernel",
+            "mount mode",
+            "missing",
+            f"fuse only: {why or quick_mode()[1]}",
+            "dsec mount works; dsec run needs root and Linux 6.5, better 6.12 (docs/kernels.md)",
+            True,
+        )
+    else:
+        slower = "" if best == "kernel" else f"; not kernel mode: {why}"
+        yield Finding("kernel", "mount mode", "ok", f"{best}, on Linux {info.release}{slower}")
+    if not info.root:
+        yield Finding("kernel", "root", "missing", "not root", "run dsec as root", True)
+    if info.fuse_minor is not None:
+        resend = info.fuse_minor >= FUSE_RESEND_MINOR
+        yield Finding(
+            "kernel",
+            "FUSE",
+            "ok" if resend else "warning",
+            f"protocol 7.{info.fuse_minor}"
+            + ("" if resend else ": reads fail when a worker dies (no RESEND)"),
+            "" if resend else "Linux 6.9 or newer keeps reads alive",
+        )
+    else:
+        there = os.path.exists("/dev/fuse")
+        yield Finding(
+            "kernel",
+            "FUSE",
+            "ok" if there else "missing",
+            "/dev/fuse is there" if there else info.reasons.get("fuse", "no /dev/fuse"),
+            "" if there else "modprobe fuse",
+            True,
+        )
+    if info.root:
+        yield Finding(
+            "kernel",
+            "shifted owners",
+            "ok" if info.erofs_idmap else "missing",
+            "EROFS mounts can be idmapped"
+            if info.erofs_idmap
+            else info.reasons.get("idmap", "EROFS mounts cannot be idmapped"),
+            "" if info.erofs_idmap else "Linux 5.19 or newer",
+            True,
+        )
+    yield Finding(
+        "kernel",
+        "user namespaces",
+        "ok" if info.userns else "missing",
+        "allowed" if info.userns else info.reasons.get("userns", "none"),
+        "" if info.userns else "sysctl user.max_user_namespaces=100000",
+        True,
+    )
+    controllers = ", ".join(info.cgroup_controllers)
+    yield Finding(
+        "kernel",
+        "control groups",
+        "ok" if info.cgroups in ("v2", "v1", "hybrid") else "warning",
+        f"{info.cgroups}: {controllers}" if controllers else "none: containers have no limits",
+        "" if controllers else "mount cgroup2 on /sys/fs/cgroup",
+    )
+
+
+_PROGRAMS: tuple[tuple[str, tuple[str, ...], str, bool, str], ...] = (
+    ("crun", ("crun",), "crun", True, "runs containers"),
+    (
+        "catatonit",
+        ("/usr/bin/catatonit", "/usr/libexec/podman/catatonit"),
+        "catatonit",
+        True,
+        "PID 1 of containers",
+    ),
+    ("fusermount3", ("fusermount3",), "fuse3", False, "FUSE mounts without root"),
+    ("skopeo", ("skopeo",), "skopeo", False, "images from registries (docker://)"),
+    ("mkfs.ext4", ("mkfs.ext4",), "e2fsprogs", False, "uppers of kind image"),
+    ("mmdebstrap", ("mmdebstrap",), "mmdebstrap", False, "builds Debian bases"),
+    ("fsck.erofs", ("fsck.erofs",), "erofs-utils", False, "checks metadata images in tests"),
+)
+
+
+def _programs() -> Iterator[Finding]:
+    system = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin"
+    for name, places, package, needed, what_for in _PROGRAMS:
+        path = next((p for place in places if (p := shutil.which(place, path=system))), None)
+        if path is None:
+            yield Finding(
+                "programs",
+                name,
+                "missing" if needed else "warning",
+                f"not installed ({what_for})",
+                f"apt-get install {package}",
+                needed,
+            )
+        else:
+            yield Finding("programs", name, "ok", _version(path))
+
+
+def _version(path: str) -> str:
+    """The first line of `--version`, or where the program is."""
+    option = "-V" if path.endswith(("mkfs.ext4", "fsck.erofs")) else "--version"
+    try:
+        done = subprocess.run(
+            [path, option], capture_output=True, text=True, timeout=_COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return path
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    return lines[0][:80] if lines else path
+
+
+_SYSCTLS: tuple[tuple[str, int, str], ...] = (
+    ("fs.mount-max", 100_000, "mounts in one namespace"),
+    ("kernel.pid_max", 65_536, "processes and threads"),
+    ("kernel.threads-max", 60_000, "threads"),
+    ("user.max_user_namespaces", 10_000, "one for each container"),
+    ("fs.inotify.max_user_instances", 1024, "watchers of files"),
+    ("fs.inotify.max_user_watches", 65_536, "watched files"),
+    ("fs.file-max", 1_000_000, "open files of all processes"),
+    ("vm.max_map_count", 65_530, "memory mappings of a process"),
+)
+
+
+def _limits() -> Iterator[Finding]:
+    for name, least, what in _SYSCTLS:
+        path = Path("/proc/sys") / name.replace(".", "/")
+        try:
+            value = int(path.read_text())
+        except (OSError, ValueError):
+            yield Finding("limits", name, "warning", f"cannot be read ({what})")
+            continue
+        enough = value >= least
+        yield Finding(
+            "limits",
+            name,
+            "ok" if enough else "warning",
+            f"{value} ({what})",
+            "" if enough else f"sysctl {name}={least} for many containers",
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = hard >= 65_536 or hard == resource.RLIM_INFINITY
+    yield Finding(
+        "limits",
+        "open files",
+        "ok" if enough else "warning",
+        f"{soft} soft, {hard} hard (of one process)",
+        "" if enough else "raise nofile in /etc/security/limits.conf or the service's unit",
+    )
+
+
+def _space(node: Node, scratch: Path) -> Iterator[Finding]:
+    disk = os.statvfs(scratch)
+    free = disk.f_bavail * disk.f_frsize
+    least = max(node.settings.cache_min_free * 2, 1 << 30)
+    yield Finding(
+        "disk",
+        str(node.dirs.data),
+        "ok" if free >= least else "warning",
+        f"{free >> 20} MiB free for cache and containers, the cache may take "
+        f"{node.settings.cache_options()['max_bytes'] >> 20} MiB",
+        "" if free >= least else "free space, or set data_dir to a larger disk",
+    )
+
+
+def _store(node: Node) -> Finding:
+    url = node.settings.store_url
+    if not node.settings.store and not Path(url.removeprefix("file:")).exists():
+        return Finding("store", url, "warning", "not made yet", "dsec store init")
+    error = _try(lambda: next(iter(node.store.list("refs/")), None))
+    if error is not None:
+        return Finding("store", url, "missing", error.message, error.hint or "check its address")
+    return Finding("store", url, "ok", "answers")
+
+
+def _daemon(node: Node) -> Finding:
+    try:
+        client = node.fs_client()
+    except DsecfsError as e:
+        hint = "dsec fs stop --force, then dsec fs start"
+        return Finding("daemon", "dsec fs", "warning", e.message, hint)
+    if client is None:
+        return Finding("daemon", "dsec fs", "ok", "does not run; it is started when it is needed")
+    return Finding("daemon", "dsec fs", "ok", f"serves {node.dirs.fs}")
+
+
+def _try(work: Callable[[], object]) -> DsecfsError | None:
+    try:
+        work()
+    except DsecfsError as e:
+        return e
+    return None
