@@ -42,10 +42,8 @@ CgroupLayout = Literal["v2", "v1", "hybrid", "none"]
 
 EROFS_FILE_VERSION = (6, 12)
 """First Linux whose EROFS mounts plain files (CONFIG_EROFS_FS_BACKED_BY_FILE)."""
-EROFS_LOOP_VERSION = (5, 19)
-"""First Linux with what loop mode needs: EROFS with device tables (5.16) and idmap (5.19)."""
-OVERLAY_APPEND_VERSION = (6, 5)
-"""First Linux whose overlayfs takes layers one by one (`lowerdir+`)."""
+OVERLAY_APPEND_VERSION = (6, 8)
+"""First Linux whose overlayfs takes layers one by one (`lowerdir+`; overlayfs.rst)."""
 FUSE_RESEND_MINOR = 40
 """FUSE protocol 7.40 (Linux 6.9) can ask unanswered requests again."""
 
@@ -106,7 +104,7 @@ def quick_mode() -> tuple[Mode, str]:
         return "kernel", f"Linux {here} mounts EROFS from files"
     if version() >= OVERLAY_APPEND_VERSION and os.path.exists("/dev/loop-control"):
         return "loop", f"Linux {here} mounts EROFS from loop devices only (files from 6.12)"
-    return "fuse", f"Linux {here} is older than 6.5"
+    return "fuse", f"Linux {here} is older than 6.8"
 
 
 def cgroup_layout() -> tuple[CgroupLayout, tuple[str, ...]]:

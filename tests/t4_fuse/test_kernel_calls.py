@@ -284,8 +284,8 @@ def test_quick_mode_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
         ((6, 18), "kernel"),
         ((6, 12), "kernel"),
         ((6, 11), "loop"),
-        ((6, 5), "loop"),
-        ((6, 4), "fuse"),
+        ((6, 8), "loop"),
+        ((6, 7), "fuse"),
         ((5, 10), "fuse"),
     ):
         monkeypatch.setattr(probing, "version", lambda version=version: version)
