@@ -18,6 +18,7 @@ from dsecfs.layers.batch import (
     Outcome,
     done_before,
     import_many,
+    open_report,
     outcome_json,
     read_list,
 )
@@ -113,7 +114,7 @@ def _many(
     if resume and not report:
         raise BadInput("--resume without --report", hint="name the report of the earlier run")
     before = done_before(Path(report)) if resume else None
-    file = open(report, "a", encoding="utf-8") if report else None  # noqa: SIM115
+    file = open_report(Path(report)) if report else None
 
     def write(outcome: Outcome) -> None:
         if file is not None:

@@ -9,12 +9,14 @@ imported counts as done only while its name is in the store.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from dsecfs.errors import BadInput, DsecfsError, NotFound
 from dsecfs.layers.catalog import Catalog
@@ -107,6 +109,17 @@ def done_before(report: Path) -> dict[tuple[str, str], str]:
         except (ValueError, KeyError, TypeError):
             continue
     return done
+
+
+def open_report(path: Path) -> TextIO:
+    """A report to go on with. What a crash left of its last line is ended first."""
+    file = path.open("a+", encoding="utf-8")
+    if file.tell():
+        with path.open("rb") as there:
+            there.seek(-1, os.SEEK_END)
+            if there.read(1) != b"\n":
+                file.write("\n")
+    return file
 
 
 def import_many(

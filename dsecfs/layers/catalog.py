@@ -137,6 +137,10 @@ def parse_channel_entry(data: bytes, sequence: int, what: str) -> ChannelEntry:
     return entry
 
 
+class _Closed(NotFound):
+    """A channel that somebody ended: nothing else can be meant."""
+
+
 class Catalog:
     """The names of one store. `cache_dir` is where this node remembers what never changes."""
 
@@ -340,6 +344,8 @@ class Catalog:
             full = name.with_kind(kind)
             try:
                 found.append(Resolved(kind, full, self._digest_of(full)))
+            except _Closed:
+                raise
             except NotFound:
                 continue
             if kind == "env":
@@ -373,7 +379,7 @@ class Catalog:
             return self.get_ref(name).digest
         entry = self.channel_get(name.kind, name.name, name.channel)
         if entry.digest is None:
-            raise NotFound(f"channel {name} was closed: {entry.reason}")
+            raise _Closed(f"channel {name} was closed: {entry.reason}")
         return entry.digest
 
     def _not_found(self, text: str, name: Name, kinds: Sequence[str]) -> NotFound:
