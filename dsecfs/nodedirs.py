@@ -4,6 +4,7 @@ Two roots. `data` outlives a reboot (default /var/lib/dsec); `run` does not coun
 one (default /run/dsec): what it says is about mounts and processes of this boot.
 
     data/blobs/<hex>/       chunk cache of one blob: chunks, layout, data, present, used, pins/
+    data/cache.stats        counters of the cache; data/evict.lock: who evicts
     data/heads/<hex>        verified layer heads, as the store has them; .ok says in which boot
     data/meta/<hex>.erofs   EROFS metadata images, ready to mount
     data/refs/              refs and environments that were resolved once (they never change)

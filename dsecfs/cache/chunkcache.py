@@ -311,7 +311,7 @@ class CachedBlob(Blob):
             raise DeadlineExceeded(f"{self}: not verified within {deadline_s:g} s")
         if self.files.volatile:
             return False
-        if not self._fetcher.sync(self):
+        if not self._fetcher.keeper.sync(self):
             raise CacheError(
                 f"{self}: the disk lost data of the cache",
                 hint="check the disk; every chunk is verified again before it is used",

@@ -15,7 +15,6 @@ What must hold:
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -23,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dsecfs.cache.blob import ABSENT, OLD, VALID, Damaged
+from dsecfs.cache.blob import ABSENT, OLD
 from dsecfs.cache.fetch import (
     DONE,
     RUNNING,
@@ -37,8 +36,9 @@ from dsecfs.cache.fetch import (
     decompress,
     follows,
 )
+from dsecfs.cache.keep import Keeper
 from dsecfs.cache.layouts import Places, local_layout, newest_layout
-from dsecfs.cache.pool import Pool, Work
+from dsecfs.cache.pool import Pool
 from dsecfs.cache.stats import Stats
 from dsecfs.errors import CacheError, Corrupt, DsecfsError, NotFound, ShortRead
 from dsecfs.layers.digest import Digest
@@ -50,11 +50,6 @@ log = logging.getLogger(__name__)
 
 MAX_RANGE = 4 << 20
 """Most stored bytes of one range read (design §4)."""
-
-SYNC_S = 20.0
-"""A blob that was written to is synced after this time, to learn whether the disk kept it."""
-
-_MAX_UNSYNCED = 32
 
 LOCK_WAIT_S = 10.0
 """After this long a chunk that another process holds is fetched without being cached."""
@@ -81,19 +76,18 @@ class Fetcher:
         self._store: Store | None = None if callable(store) else store
         self._store_lock = threading.Lock()
         self._stats = stats
-        self._room = room
         self._lock_wait_s = lock_wait_s
         self._mutex = threading.Lock()
         self._pid = 0
         """The process that used it first; a child of its has none of the threads."""
         self._closed = False
-        self._unsynced: set[Blob] = set()
         self._fetches: set[Fetch] = set()
         """All that have not ended."""
         self._starts: dict[tuple[Digest, int], list[Fetch]] = {}
         """Queued fetches by (object, offset): what a batch is extended with."""
         self._remote = Pool("dsec-fetch", threads, shared=max(1, threads // 4))
         self.local = Pool("dsec-cache", 4, shared=2)
+        self.keeper = Keeper(self.local, stats, room)
 
     # -- asking ------------------------------------------------------------------------
 
@@ -163,14 +157,12 @@ class Fetcher:
         self._remote.close()
         with self._mutex:
             left = list(self._fetches)
+        self._fail_waiting(left, closed())
         for fetch in left:
-            if fetch.state == WAITING:
-                self._finish(fetch, None, closed())
-            else:
-                with self._mutex:
-                    listeners, fetch.listeners = fetch.listeners, []
-                for listener in listeners:
-                    listener(fetch, None, closed())
+            with self._mutex:
+                listeners, fetch.listeners = fetch.listeners, []
+            for listener in listeners:
+                listener(fetch, None, closed())
         with self._store_lock:
             if self._store is not None and self._open_store is not None:
                 self._store.close()
@@ -203,8 +195,7 @@ class Fetcher:
                 *(functools.partial(self._run_remote, f) for f in placed),
             )
         except CacheError as e:
-            for fetch in fetches:
-                self._finish(fetch, None, e)
+            self._fail_waiting(fetches, e)
 
     def _place(self, fetch: Fetch) -> None:
         """Look the chunk up in the layout and enter it in the index. Mutex held."""
@@ -241,8 +232,7 @@ class Fetcher:
                 waiting = list(dict.fromkeys(blob.unplaced))
                 blob.unplaced.clear()
             if error is not None:
-                for fetch in waiting:
-                    self._finish(fetch, None, error)
+                self._fail_waiting(waiting, error)
         if error is None:
             for priority in Priority:
                 self._route([f for f in waiting if f.priority == priority], priority)
@@ -267,10 +257,8 @@ class Fetcher:
 
     def _run_local(self, fetch: Fetch) -> None:
         """Serve a chunk that is here: VALID at once, OLD after hashing it."""
-        with self._mutex:
-            if fetch.state != WAITING:
-                return
-            self._take(fetch)
+        if not self._take_waiting(fetch):
+            return
         with self._ending([fetch]):
             if fetch.lockless or self._lock([fetch]):
                 data = None if fetch.lockless else self._serve_here(fetch)
@@ -353,15 +341,19 @@ class Fetcher:
         self.local.submit_later(pause, fetch.priority, functools.partial(self._unpark, fetch))
 
     def _unpark(self, fetch: Fetch) -> None:
+        if not self._take_waiting(fetch):
+            return  # queued twice, and somebody is at it
         blob = fetch.blob
-        if blob.files.state(fetch.chunk) == VALID:
-            data = blob.files.read_valid(
-                fetch.chunk * blob.chunk_size, blob.files.length(fetch.chunk), nowait=False
-            )
+        with self._ending([fetch]):
+            data = None
+            with contextlib.suppress(OSError):  # then the next step finds out, and heals
+                data = blob.files.read_valid(
+                    fetch.chunk * blob.chunk_size, blob.files.length(fetch.chunk), nowait=False
+                )
             if data is not None:
                 self._finish(fetch, bytes(data), None)
-                return
-        self._route([fetch], fetch.priority)
+            else:
+                self._again(fetch)
 
     def _again(self, fetch: Fetch) -> None:
         """Let go of the chunk and start over with what its word says now."""
@@ -450,6 +442,19 @@ class Fetcher:
         fetch.state = RUNNING
         fetch.owner = threading.get_ident()
 
+    def _take_waiting(self, fetch: Fetch) -> bool:
+        """Take a fetch unless somebody else has; only who took it may finish it."""
+        with self._mutex:
+            if fetch.state != WAITING:
+                return False
+            self._take(fetch)
+            return True
+
+    def _fail_waiting(self, fetches: Iterable[Fetch], error: DsecfsError) -> None:
+        for fetch in fetches:
+            if self._take_waiting(fetch):
+                self._finish(fetch, None, error)
+
     def _forget(self, fetch: Fetch) -> None:
         fetch.state = DONE
         self._fetches.discard(fetch)
@@ -495,75 +500,20 @@ class Fetcher:
             self._bad(fetch)
             return
         place = fetch.place
-        self._install(fetch, data, zeros=place is not None and place.codec == ZERO)
+        self.keeper.keep(fetch, data, zeros=place is not None and place.codec == ZERO)
         self._stats.add("chunks_fetched")
         self._stats.add("bytes_filled", len(data))
         if fetch.priority != Priority.FOREGROUND:
             self._stats.add("prefetched")
         self._finish(fetch, data, None)
 
-    def _install(self, fetch: Fetch, data: bytes, *, zeros: bool) -> None:
-        """Into the data file, if there is room; a chunk that cannot be kept is served anyway."""
-        if fetch.locked and (zeros or self._room.available()):
-            try:
-                fetch.blob.files.fill(fetch.chunk, data, zeros=zeros)
-            except Damaged:
-                log.warning(
-                    "%s: its data file was cut short; everything is fetched again", fetch.blob
-                )
-                self._follow_up(0.01, functools.partial(self._repair, fetch.blob, 100))
-            except OSError as e:
-                if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                    self._room.no_space()
-                else:
-                    log.warning("%s: cannot write the cache: %s", fetch.blob, e.strerror)
-            else:
-                self._room.filled(0 if zeros else len(data))
-                self._sync_later(fetch.blob)
-                return
-        self._stats.add("read_through")
-
-    def _sync_later(self, blob: Blob) -> None:
-        with self._mutex:
-            if blob in self._unsynced or self._closed:
-                return
-            # Each keeps its blob open: not many of them.
-            delay = SYNC_S if len(self._unsynced) < _MAX_UNSYNCED else 0.0
-            self._unsynced.add(blob)
-        self._follow_up(delay, functools.partial(self.sync, blob))
-
-    def sync(self, blob: Blob) -> bool:
-        """Make a blob's data durable. If the disk lost some of it, all is verified again:
-        the kernel drops pages that it could not write, and the file then reads as zeros."""
-        with self._mutex:
-            self._unsynced.discard(blob)
-        try:
-            blob.files.sync()
-        except OSError as e:
-            log.warning("%s: the disk lost data of the cache, all is verified again: %s", blob, e)
-            self._stats.add("disk_errors")
-            blob.files.demote(0, blob.chunk_count)
-            return False
-        return True
-
-    def _repair(self, blob: Blob, attempts: int) -> None:
-        if not blob.files.repair() and attempts:
-            self._follow_up(0.05, functools.partial(self._repair, blob, attempts - 1))
-
-    def _follow_up(self, delay_s: float, work: Work) -> None:
-        """Something for later that nobody waits for: not done when the cache is closing."""
-        with contextlib.suppress(CacheError):
-            self.local.submit_later(delay_s, Priority.BACKGROUND, work)
-
     def _bad(self, fetch: Fetch) -> None:
         self._stats.add("corrupt_store")
         assert fetch.place is not None and fetch.places is not None
-        where = (
-            "a chunk of zeros"
-            if fetch.place.codec == ZERO
-            else f"object {fetch.places.objects[fetch.place.object][:12]} "
-            f"at {fetch.place.offset}+{fetch.place.stored}"
-        )
+        where = "a chunk of zeros"
+        if fetch.place.codec != ZERO:
+            name = fetch.places.objects[fetch.place.object][:12]
+            where = f"object {name} at {fetch.place.offset}+{fetch.place.stored}"
         error = Corrupt(
             f"{fetch.blob}, chunk {fetch.chunk}: {where} has another digest",
             hint="the store is damaged: verify the layer and publish it again",

@@ -364,7 +364,7 @@ def test_open_blobs_are_bounded(
     store: CountingStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dsecfs.cache.fetcher.SYNC_S", 0.0)
+    monkeypatch.setattr("dsecfs.cache.keep.SYNC_S", 0.0)
     blobs = [pack(store, content(2, seed=s)) for s in range(12)]
     cache = make_cache(store, open_blobs=4)
     kept = cache.open(blobs[0].register(dirs))

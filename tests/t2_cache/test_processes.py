@@ -108,6 +108,7 @@ def test_eight_processes_fetch_every_chunk_once(node: Node, dirs: NodeDirs) -> N
         for byte in range(offset, offset + length, 512):
             fetched[key, byte] += 1
     assert sum(r["stats"]["chunks_fetched"] for r in results) == 120
+    assert sum(r["stats"]["read_through"] for r in results) == 0
     assert sum(r["stats"]["bytes_fetched"] for r in results) == sum(
         p.stored for p in node.packed.layout.places
     )
