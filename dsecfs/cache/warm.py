@@ -18,7 +18,13 @@ from dsecfs.errors import DsecfsError
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.local import LocalLayer
-from dsecfs.layers.trace import TracedLayer, load_traces, merge_traces, trace_chunks
+from dsecfs.layers.trace import (
+    REPLAY_AHEAD,
+    TracedLayer,
+    load_traces,
+    merge_traces,
+    trace_chunks,
+)
 from dsecfs.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -51,7 +57,7 @@ def warm_plan(
         for layer in reversed(layers_bottom_up)
     ]
     try:
-        wanted = trace_chunks(merge_traces(found).accesses, layers)
+        wanted = trace_chunks(merge_traces(found).accesses, layers, ahead=REPLAY_AHEAD)
     finally:
         for layer in layers:
             layer.image.close()

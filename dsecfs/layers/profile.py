@@ -18,7 +18,14 @@ from dsecfs.layers.environment import Environment
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.head import LayerHead
 from dsecfs.layers.heat import Heat, heat
-from dsecfs.layers.trace import Trace, TracedLayer, load_traces, merge_traces, trace_chunks
+from dsecfs.layers.trace import (
+    REPLAY_AHEAD,
+    Trace,
+    TracedLayer,
+    load_traces,
+    merge_traces,
+    trace_chunks,
+)
 from dsecfs.store.base import Store
 
 
@@ -34,8 +41,8 @@ class Profile:
     """Top first."""
 
     def chunks(self) -> list[tuple[Digest, int]]:
-        """Chunks (blob, number) that the runs needed, in order of first use."""
-        return trace_chunks(self.trace.accesses, self.layers)
+        """Chunks (blob, number) that such runs fetch, in order of first use."""
+        return trace_chunks(self.trace.accesses, self.layers, ahead=REPLAY_AHEAD)
 
     def heat(self) -> Heat:
         return heat(self.trace, self.layers)

@@ -49,7 +49,7 @@ from dsecfs.kernel.syscalls import closing, move_mount, umount
 from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.local import LocalLayer
 from dsecfs.locks import locked_file
-from dsecfs.mount.erofs import READ_AHEAD_KIB, erofs_mount
+from dsecfs.mount.erofs import LOCAL_READ_AHEAD_KIB, READ_AHEAD_KIB, erofs_mount
 from dsecfs.mount.overlay import clone_mounts, needs_attached_layers, overlay_root
 from dsecfs.nodedirs import NodeDirs
 
@@ -118,11 +118,20 @@ class _Generation:
 class LayerMounts:
     """The layer mounts of a node. Safe to use from several threads and processes."""
 
-    def __init__(self, dirs: NodeDirs, *, mode: Mode = "kernel", direct: bool = True) -> None:
-        """`direct` False never uses cache files without FUSE."""
+    def __init__(
+        self,
+        dirs: NodeDirs,
+        *,
+        mode: Mode = "kernel",
+        direct: bool = True,
+        read_ahead_kib: int = READ_AHEAD_KIB,
+    ) -> None:
+        """`direct` False never uses cache files without FUSE. `read_ahead_kib` is that of new
+        mounts whose bytes come on demand."""
         self._dirs = NodeDirs(dirs.data.absolute(), dirs.run.absolute())
         self._mode: Mode = mode
         self._direct = direct
+        self._read_ahead_kib = read_ahead_kib
         self._thread: NamespaceThread | None = None
         self._starting = threading.Lock()
         self._looked: dict[Digest, float] = {}
@@ -167,7 +176,7 @@ class LayerMounts:
                 current = self._make_direct(place, layer)
             if current is None:
                 fuse = [self._dirs.fs / "blobs" / blob.digest for blob in layer.blobs]
-                current = self._make(place, layer, fuse)
+                current = self._make(place, layer, fuse, self._read_ahead_kib)
             self._add(current, holder)
         if made:
             self.trim()
@@ -181,7 +190,7 @@ class LayerMounts:
         For recording: read-ahead is off, so what is read is what was asked for.
         """
         with self._locked(layer.digest) as place:
-            made = self._make(place, layer, devices, private=True, read_ahead_kib=read_ahead_kib)
+            made = self._make(place, layer, devices, read_ahead_kib, private=True)
             self._add(made, holder)
             return made.mnt
 
@@ -375,16 +384,16 @@ class LayerMounts:
                     self._destroy(_Generation(path, _read_record(path)))
                     return None
                 devices.append(file)
-            return self._mount(path, layer, devices, READ_AHEAD_KIB)
+            return self._mount(path, layer, devices, LOCAL_READ_AHEAD_KIB)
 
     def _make(
         self,
         place: Path,
         layer: LocalLayer,
         devices: Sequence[Path],
+        read_ahead_kib: int,
         *,
         private: bool = False,
-        read_ahead_kib: int = READ_AHEAD_KIB,
     ) -> _Generation:
         """A new generation over the given device files."""
         with self._making(place, layer, private=private) as path:

@@ -111,6 +111,15 @@ def test_random_readers_fetch_nothing_ahead(
     assert blob.contents().valid == store.ranges
 
 
+def test_short_runs_of_chunks_start_no_read_ahead() -> None:
+    """What a program does that maps libraries: pieces of 15 chunks here and there."""
+    ahead = ReadAhead(10_000, 128)
+    for piece in range(40):
+        for chunk in range(piece * 100, piece * 100 + 15):
+            assert not ahead.missed(chunk, chunk)
+    assert not ahead.triggers
+
+
 def test_read_ahead_is_bounded_by_what_was_read() -> None:
     ahead = ReadAhead(10_000, 128)
     asked = 0

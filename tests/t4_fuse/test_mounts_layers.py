@@ -283,7 +283,7 @@ def test_recording_mounts_are_private_and_read_nothing_ahead(
     assert mounts.acquire(layer, holder(here, "other")) == shared
     fds = mounts.clone([shared, private])
     try:
-        assert [get_read_ahead(fd) for fd in fds] == [1024, 0]
+        assert [get_read_ahead(fd) for fd in fds] == [128, 0]
     finally:
         for fd in fds:
             os.close(fd)
