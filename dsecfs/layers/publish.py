@@ -26,6 +26,7 @@ from dsecfs.layers.names import LAYER_KINDS, Name
 from dsecfs.layers.progress import SILENT, Hook, Progress, no_hook
 from dsecfs.layers.reach import layout_sequences, read_newest_layout
 from dsecfs.layers.sources.base import DEFAULT_LIMITS, Limits, SourceTree, at_prefix
+from dsecfs.layers.sources.git import GitSink
 from dsecfs.layers.sources.image import ImageLayer
 from dsecfs.layers.tree import Inode
 from dsecfs.store.base import Store, head_key, layout_key, object_key
@@ -78,6 +79,7 @@ def publish_source(
     meta: Meta,
     *,
     at: str = "",
+    git: bool | None = None,
     options: BlobOptions = DEFAULT_OPTIONS,
     limits: Limits = DEFAULT_LIMITS,
     progress: Progress = SILENT,
@@ -85,7 +87,8 @@ def publish_source(
 ) -> Published:
     """Publish what `source` reads as a layer, under `name` if given (kind and version set).
 
-    `at` places the tree below a directory (/opt/dsh). Raises what the source raises, BadInput
+    `at` places the tree below a directory (/opt/dsh). `git`: see sources/git.py; the default
+    is to do it for a workspace. Raises what the source raises, BadInput
     for what no layer can be, Conflict if the name has other content, and store errors.
     """
     if name is not None and (name.kind != meta.kind or not name.version):
@@ -95,7 +98,13 @@ def publish_source(
     with Lease(store, "publish") as lease:
         hook("leased")
         tree, blob = read_source(
-            lease, source, task, options=options, limits=limits, progress=progress
+            lease,
+            source,
+            task,
+            git=meta.kind == "workspace" if git is None else git,
+            options=options,
+            limits=limits,
+            progress=progress,
         )
         hook("objects")
         if tree.links:
@@ -136,11 +145,15 @@ def read_source(
     source: ImageLayer,
     task: str,
     *,
+    git: bool = False,
     options: BlobOptions = DEFAULT_OPTIONS,
     limits: Limits = DEFAULT_LIMITS,
     progress: Progress = SILENT,
 ) -> tuple[SourceTree, BlobResult | None]:
-    """Run a source and store its data as a blob: its objects, not yet its layout."""
+    """Run a source and store its data as a blob: its objects, not yet its layout.
+
+    `git` prepares work trees for `git status` (sources/git.py).
+    """
     progress.start(task, source.size or None)
     with BlobWriter(
         lease,
@@ -149,9 +162,12 @@ def read_source(
         workers=options.workers,
         uploads=options.uploads,
     ) as writer:
+        sink = GitSink(writer) if git else writer
         tree = source.load(
-            writer, limits=limits, progress=lambda amount: progress.advance(task, amount)
+            sink, limits=limits, progress=lambda amount: progress.advance(task, amount)
         )
+        if isinstance(sink, GitSink):
+            tree = sink.prepare(tree)
         blob = writer.finish()
     progress.finish(task)
     return tree, blob
