@@ -6,6 +6,7 @@ On the way to the first system call nothing is imported that is not needed
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,6 +96,10 @@ def run(
     record: Annotated[
         bool, typer.Option("--record", help="Record what it reads; later runs prefetch that.")
     ] = False,
+    no_prefetch: Annotated[
+        bool,
+        typer.Option("--no-prefetch", help="Fetch only what is read, as --set prefetch=false."),
+    ] = False,
     report: Annotated[
         str, typer.Option(metavar="FILE", help="Write what each step took, and what was fetched.")
     ] = "",
@@ -136,7 +141,7 @@ def run(
         timeout_s=parse_duration(timeout) if timeout else None,
         **extra,
     )
-    result = _run(node, prepared, spec, steps, record, report)
+    result = _run(node, prepared, spec, steps, record, not no_prefetch, report)
     if result.timed_out:
         note(f"{env}: ended after {timeout}")
         raise typer.Exit(TIMED_OUT)
@@ -159,7 +164,13 @@ def _arguments(
 
 
 def _run(
-    node: Node, prepared: Prepared, spec: RunSpec, steps: _Steps, record: bool, report: str
+    node: Node,
+    prepared: Prepared,
+    spec: RunSpec,
+    steps: _Steps,
+    record: bool,
+    prefetch: bool,
+    report: str,
 ) -> RunResult:
     from dsec_runtime.run import run_container
 
@@ -170,9 +181,11 @@ def _run(
     if record:
         result = _record(node, prepared, spec, steps)
     else:
-        node.warm(client, prepared)
-        steps.done("prefetch asked for")
-        result = run_container(spec, node.dirs, mode=mode)
+        if prefetch:
+            node.warm(client, prepared)
+            steps.done("prefetch asked for")
+        with contextlib.closing(node.layer_mounts()) as mounts:
+            result = run_container(spec, node.dirs, mode=mode, mounts=mounts)
     if report:
         steps.times.update(result.phases)
         fetched = {k: v - before.get(k, 0) for k, v in _counters(node).items()}
@@ -192,28 +205,21 @@ def _run(
 
 
 def _record(node: Node, prepared: Prepared, spec: RunSpec, steps: _Steps) -> RunResult:
-    from dsec_runtime.run import Runner
-    from dsec_runtime.running import forwarding, terminal_kept
+    from dsec_runtime.run import run_container
     from dsecfs.mount.record import Recorder
 
     mode, _ = node.mode()
+    store = node.store  # without one nothing is run
     with Recorder.start(node.dirs, prepared.digest, prepared.layers) as recorder:
-        mounts = recorder.mounts(mode=mode)
-        try:
-            with Runner(node.dirs, mode=mode, mounts=mounts) as runner:
-                runner.recover()
-                steps.done("recording set up")
-                with terminal_kept(spec.tty, spec.stdin), forwarding() as forward:
-                    running = runner.start(spec)
-                    forward(running)
-                    result = running.wait()
-        finally:
-            mounts.close()
-        saved = recorder.save(node.store)
+        steps.done("recording set up")
+        with contextlib.closing(recorder.mounts(mode=mode)) as mounts:
+            result = run_container(spec, node.dirs, mode=mode, mounts=mounts)
+        saved = recorder.save(store)
     files = len({a.path for a in saved.trace.accesses})
     note(f"recorded {files} files, {size_text(saved.trace.total)}")
-    if saved.why_kept:
+    if saved.kept is not None:
         note(f"the trace stays on this node, the store did not take it: {saved.why_kept}")
+        note("dsec env traces ENV --push stores it later")
     if saved.truncated:
         note("the log was full before the end: what was read last is missing")
     return result

@@ -320,13 +320,15 @@ class Runner:
         return tree
 
 
-def run_container(spec: RunSpec, dirs: NodeDirs, *, mode: Mode = "kernel") -> RunResult:
-    """Run one container to its end: what `dsec run` does.
+def run_container(
+    spec: RunSpec, dirs: NodeDirs, *, mode: Mode = "kernel", mounts: LayerMounts | None = None
+) -> RunResult:
+    """Run one container to its end: what `dsec run` does. `mode` and `mounts` as in Runner.
 
     Called in the main thread, signals go to the program; those that ask for an end are
     followed by SIGKILL after GRACE_S, or when they come twice. Errors as `Runner.start`.
     """
-    with Runner(dirs, mode=mode) as runner:
+    with Runner(dirs, mode=mode, mounts=mounts) as runner:
         runner.recover()
         with terminal_kept(spec.tty, spec.stdin), forwarding() as forward:
             running = runner.start(spec)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dsecfs.fuse.config import FsConfig
     from dsecfs.fuse.control import FsClient
     from dsecfs.kernel.probe import Mode
+    from dsecfs.mount.layers import LayerMounts
     from dsecfs.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,15 @@ class Node:
         except NotFound:
             return None
         return client
+
+    def layer_mounts(self) -> LayerMounts:
+        """The layer mounts of this node, for kernel and loop mode. The caller closes them."""
+        from dsecfs.mount.layers import LayerMounts
+
+        mode, _ = self.mode()
+        return LayerMounts(
+            self.dirs, mode=mode, read_ahead_kib=self.settings.mount_read_ahead // 1024
+        )
 
     def warm(self, client: FsClient, prepared: Prepared) -> None:
         """Have the daemon fetch what earlier runs of this composition read. Advice only."""

@@ -201,10 +201,19 @@ class Settings:
     fetch_ahead: int = _setting(
         32 << 20,
         parse_size,
-        "bytes fetched ahead of a file that is read in order",
+        "bytes fetched ahead of a large file that is read in order",
         unit="bytes",
         low=0,
         high=1 << 30,
+    )
+    mount_read_ahead: int = _setting(
+        128 << 10,
+        parse_size,
+        "bytes that the kernel reads ahead in layers whose files arrive on demand",
+        unit="bytes",
+        hot=True,
+        low=0,
+        high=1 << 20,
     )
     read_deadline_s: float = _setting(
         30.0,

@@ -27,6 +27,10 @@ def mount(
     upper: Annotated[
         str, typer.Option(metavar="DIR", help="Writable: what is written goes to DIR.")
     ] = "",
+    no_prefetch: Annotated[
+        bool,
+        typer.Option("--no-prefetch", help="Fetch only what is read, as --set prefetch=false."),
+    ] = False,
     platform: Annotated[str, typer.Option(help="Platform.")] = "",
 ) -> None:
     """Mount an environment on a directory; without arguments: show what is mounted.
@@ -67,10 +71,10 @@ def mount(
             )
         )
     else:
-        from dsecfs.mount import LayerMounts, mount_env, recover_mounts
+        from dsecfs.mount import mount_env, recover_mounts
 
         client = node.start_fs()
-        mounts = LayerMounts(node.dirs, mode=mode)
+        mounts = node.layer_mounts()
         try:
             recover_mounts(node.dirs, mounts=mounts)
             mount_env(
@@ -82,7 +86,8 @@ def mount(
             )
         finally:
             mounts.close()
-    node.warm(client, prepared)
+    if not no_prefetch:
+        node.warm(client, prepared)
     show_record({"environment": env, "directory": str(target), "mode": mode, "because": why})
 
 
