@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -37,13 +38,12 @@ def stop(
     mode = "force" if force else "drain" if drain else "refuse"
     _release_idle()
     stopped = stop_daemon(node.fs_config(), mode=mode)
+    _let_go()
     show_record({"mountpoint": str(node.dirs.fs), "stopped": stopped})
 
 
 def _release_idle() -> None:
     """Take down layer mounts that nobody holds: they keep the daemon's files open."""
-    import os
-
     node = session().node
     if os.geteuid() == 0 and node.dirs.layers.is_dir():
         from dsecfs.mount import LayerMounts, recover_mounts
@@ -55,6 +55,17 @@ def _release_idle() -> None:
             mounts.trim(0)
         finally:
             mounts.close()
+
+
+def _let_go() -> None:
+    """Unpin the namespaces of layers and containers if none is left."""
+    from dsecfs.kernel.namespaces import unpin_namespaces
+
+    dirs = session().node.dirs
+    if os.geteuid() == 0 and not any(
+        path.is_dir() and any(path.iterdir()) for path in (dirs.layers, dirs.sandboxes)
+    ):
+        unpin_namespaces(dirs.namespace.parent)
 
 
 @app.command()
