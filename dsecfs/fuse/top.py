@@ -7,6 +7,7 @@ can serve it:
     t  name, layers bottom to top       a composed tree (its layers, not just its name:
                                         a name may be given anew); recorded if there is a
                                         trace of the same name
+    s  name, range of ids, layers       the same with owners shifted
     r  name                             the directory of one trace
     d  name, blob digest                one blob under a trace
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -31,6 +33,7 @@ from dsecfs.fuse.blobs import (
     Recording,
     TracedBlobSpace,
 )
+from dsecfs.fuse.owners import Owners
 from dsecfs.fuse.slots import NODE_BITS, NODE_MASK, Slots
 from dsecfs.fuse.spaces import (
     FOREVER,
@@ -42,7 +45,7 @@ from dsecfs.fuse.spaces import (
     Space,
     numbered,
 )
-from dsecfs.fuse.trees import TREE_ID, MergedTree, TreeSpace, read_tree
+from dsecfs.fuse.trees import TREE_ID, MergedTree, TreeSpace, TreeSpec, read_tree
 from dsecfs.layers.digest import DIGEST_LEN, Digest, parse_digest
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.nodedirs import NodeDirs
@@ -51,6 +54,9 @@ log = logging.getLogger("dsecfs.fuse.top")
 
 ROOT, BLOBS, TREES, TRACED = 1, 2, 3, 4
 _NAMES = {b"blobs": BLOBS, b"trees": TREES, b"traced": TRACED}
+
+_RANGE = struct.Struct("<2I")
+"""Start and count of a range of owners."""
 
 _KEPT_SPACES = 2048
 _KEPT_IMAGES = 512
@@ -74,18 +80,24 @@ def _ident(name: bytes) -> str:
     return text
 
 
-def _pack(kind: bytes, name: str, *digests: Digest) -> bytes:
+def _pack(kind: bytes, name: str, *digests: Digest, middle: bytes = b"") -> bytes:
     raw = name.encode()
-    return kind + bytes([len(raw)]) + raw + b"".join(bytes.fromhex(d) for d in digests)
+    body = b"".join(bytes.fromhex(d) for d in digests)
+    return kind + bytes([len(raw)]) + raw + middle + body
 
 
-def _unpack(key: bytes) -> tuple[str, list[Digest]]:
+def _unpack(key: bytes, middle: int = 0) -> tuple[str, bytes, tuple[Digest, ...]]:
+    """(name, `middle` bytes, digests) of a key."""
     end = 2 + key[1]
-    body = key[end:]
-    step = DIGEST_LEN
-    return key[2:end].decode(), [
-        Digest(body[i : i + step].hex()) for i in range(0, len(body), step)
-    ]
+    body = key[end + middle :]
+    digests = (body[i : i + DIGEST_LEN].hex() for i in range(0, len(body), DIGEST_LEN))
+    return key[2:end].decode(), key[end : end + middle], tuple(map(Digest, digests))
+
+
+def _tree_key(name: str, tree: TreeSpec) -> bytes:
+    if tree.owners is None:
+        return _pack(b"t", name, *tree.layers)
+    return _pack(b"s", name, *tree.layers, middle=_RANGE.pack(tree.owners.start, tree.owners.count))
 
 
 class Spaces:
@@ -97,6 +109,7 @@ class Spaces:
         self._source = source
         self._open: Bounded[int, Space] = Bounded(_KEPT_SPACES)
         self._images: Bounded[Digest, ErofsImage] = Bounded(_KEPT_IMAGES)
+        self._merges: WeakValueDictionary[tuple[Digest, ...], MergedTree] = WeakValueDictionary()
         self._traces: WeakValueDictionary[str, Recording] = WeakValueDictionary()
         self._top = _Top(self)
 
@@ -113,14 +126,27 @@ class Spaces:
         kind = key[:1]
         if kind == b"b":
             return BlobSpace(self._source, Digest(key[1:].hex()))
-        name, digests = _unpack(key)
+        if kind == b"s":
+            name, shift, digests = _unpack(key, _RANGE.size)
+            owners = Owners(*_RANGE.unpack(shift))
+            return TreeSpace(
+                self._merged(digests), slot << NODE_BITS, self._opener(name), owners
+            )
+        name, _, digests = _unpack(key)
         if kind == b"t":
-            images = [self._image(layer) for layer in reversed(digests)]
-            return TreeSpace(MergedTree(images), slot << NODE_BITS, self._opener(name))
+            return TreeSpace(self._merged(digests), slot << NODE_BITS, self._opener(name))
         if kind == b"r":
             return _TraceDirectory(self, name)
         trace = self.trace(name)
         return TracedBlobSpace(self._source, digests[0], trace, trace.number(digests[0]))
+
+    def _merged(self, layers: tuple[Digest, ...]) -> MergedTree:
+        """Layers, bottom first, merged: the same object for all trees of these layers."""
+        tree = self._merges.get(layers)
+        if tree is None:
+            tree = MergedTree([self._image(layer) for layer in reversed(layers)])
+            self._merges[layers] = tree
+        return tree
 
     def _opener(self, tree: str) -> Callable[[Digest], Blob]:
         """How a tree's files come to their blobs."""
@@ -159,8 +185,8 @@ class Spaces:
 
     def tree_ino(self, name: bytes) -> int:
         ident = _ident(name)
-        layers = read_tree(self._dirs.trees, ident)
-        slot = self._slots.number(_pack(b"t", ident, *layers))
+        tree = read_tree(self._dirs.trees, ident)
+        slot = self._slots.number(_tree_key(ident, tree))
         space = self.get(slot)
         assert isinstance(space, TreeSpace)
         return space.root

@@ -12,6 +12,9 @@ numbers another one gave to the kernel:
 
 A merged directory is named by its topmost part. A directory has one path in its layer, so
 the parts below it can be found again: up by `..` to the layer's root, then down by names.
+
+run/trees/<id>.json describes a tree: its layers, and the range of ids its owners are shifted
+to, if any (owners.py). The merge is the same for every range and is shared.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ import json
 import os
 import re
 import stat
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from dsecfs.errors import BadInput, FormatError, NotFound
 from dsecfs.fuse.blobs import Blob
+from dsecfs.fuse.owners import Owners
 from dsecfs.fuse.spaces import FOREVER, Attributes, Bounded, Data, DirEntry
 from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.erofs.reader import ErofsImage
@@ -37,7 +43,7 @@ MAX_LAYERS = 500
 MAX_DEPTH = 2048
 """Directories above each other; a path of PATH_MAX has fewer."""
 
-TREE_FORMAT = 1
+TREE_FORMAT = 2
 TREE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 
 _KEPT_DIRECTORIES = 16384
@@ -216,8 +222,24 @@ def _is_whiteout(image: ErofsImage, nid: int) -> bool:
     return stat.S_ISCHR(info.mode) and info.rdev == 0
 
 
-def read_tree(trees: Path, name: str) -> list[Digest]:
-    """Layers of run/trees/<name>.json, bottom to top. NotFound or FormatError."""
+class TreeSpec(NamedTuple):
+    """What a tree is made of."""
+
+    layers: tuple[Digest, ...]
+    """Bottom to top."""
+    owners: Owners | None = None
+    """What owners are shifted to; None shows them as they are."""
+
+    def check(self) -> None:
+        """Raises ValueError."""
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise ValueError(f"{len(self.layers)} layers; 1 to {MAX_LAYERS} can be merged")
+        if self.owners is not None and not self.owners.valid:
+            raise ValueError("its range of owners is no range of ids")
+
+
+def read_tree(trees: Path, name: str) -> TreeSpec:
+    """What run/trees/<name>.json says. NotFound or FormatError."""
     if not TREE_ID.match(name):
         raise NotFound(f"no tree {name[:80]!r}")
     path = trees / f"{name}.json"
@@ -225,24 +247,50 @@ def read_tree(trees: Path, name: str) -> list[Digest]:
         value = json.loads(path.read_bytes())
         if value["format"] != TREE_FORMAT:
             raise ValueError(f"format {value['format']!r} is not known")
-        layers = [parse_digest(layer) for layer in value["layers"]]
+        layers = tuple(parse_digest(layer) for layer in value["layers"])
+        shift = value["owners"]
+        owners = None if shift is None else Owners(int(shift["start"]), int(shift["count"]))
+        spec = TreeSpec(layers, owners)
+        spec.check()
     except FileNotFoundError:
         raise NotFound(f"no tree {name}") from None
     except (ValueError, KeyError, TypeError, AttributeError, BadInput) as e:
         raise FormatError(f"tree {path}: {e}") from None
-    if not 0 < len(layers) <= MAX_LAYERS:
-        raise FormatError(f"tree {path}: {len(layers)} layers; 1 to {MAX_LAYERS} can be merged")
-    return layers
+    return spec
 
 
-def write_tree(trees: Path, name: str, layers: Sequence[Digest]) -> None:
+def write_tree(
+    trees: Path, name: str, layers: Sequence[Digest], owners: Owners | None = None
+) -> None:
     """Describe a composed tree, so that `trees/<name>` exists. `layers` bottom to top."""
-    if not TREE_ID.match(name) or not 0 < len(layers) <= MAX_LAYERS:
-        raise BadInput(f"tree {name[:80]!r} of {len(layers)} layers cannot be described")
+    spec = TreeSpec(tuple(layers), owners)
+    try:
+        if not TREE_ID.match(name):
+            raise ValueError("not a name of a tree")
+        spec.check()
+    except ValueError as e:
+        raise BadInput(f"tree {name[:80]!r} cannot be described: {e}") from None
+    shift = None if owners is None else {"start": owners.start, "count": owners.count}
+    content = {"format": TREE_FORMAT, "layers": list(layers), "owners": shift}
     trees.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = trees / f".{name}.{os.getpid()}"
-    temporary.write_text(json.dumps({"format": TREE_FORMAT, "layers": list(layers)}))
+    temporary = trees / f".{name}.{os.getpid()}.{threading.get_native_id()}"
+    temporary.write_text(json.dumps(content))
     temporary.replace(trees / f"{name}.json")
+
+
+class _Carried:
+    """A blob whose bytes follow the metadata in the image's own file."""
+
+    def __init__(self, image: ErofsImage, device: int) -> None:
+        self._image = image
+        self._device = device
+        self.size = image.devices[device].size
+
+    def read_nowait(self, offset: int, size: int) -> Data | None:
+        return self._image.carried(self._device, offset, size)
+
+    async def aread(self, offset: int, size: int) -> Data:
+        return self._image.carried(self._device, offset, size)
 
 
 class _File:
@@ -264,15 +312,23 @@ def _end(extent: Extent) -> int:
 class TreeSpace:
     """A composed tree with its data."""
 
-    def __init__(self, tree: MergedTree, base: int, open_blob: Callable[[Digest], Blob]) -> None:
+    def __init__(
+        self,
+        tree: MergedTree,
+        base: int,
+        open_blob: Callable[[Digest], Blob],
+        owners: Owners | None = None,
+    ) -> None:
         """`base` is added to nodes to make inode numbers; `open_blob` may raise NotFound."""
         self._tree = tree
+        self._owners = owners
         self._base = base
         self._open_blob = open_blob
         self._files: Bounded[int, _File] = Bounded(
             _KEPT_FILES * 4, lambda file: 4 + len(file.extents)
         )
         self._digests: dict[tuple[int, int], Digest] = {}
+        self._carried: dict[tuple[int, int], Blob] = {}
         self.root = base | tree.root
         """Inode number of the root."""
         self.inodes = tree.inodes
@@ -281,7 +337,8 @@ class TreeSpace:
         return FOREVER
 
     def attributes(self, node: int) -> Attributes:
-        return self._tree.attributes(node)
+        found = self._tree.attributes(node)
+        return found if self._owners is None else self._owners.attributes(found)
 
     def lookup(self, node: int, name: bytes) -> int:
         child = self._tree.lookup(node, name)
@@ -299,7 +356,8 @@ class TreeSpace:
         return self._tree.readlink(node)
 
     def xattrs(self, node: int) -> Mapping[bytes, bytes]:
-        return self._tree.xattrs(node)
+        found = self._tree.xattrs(node)
+        return found if self._owners is None else self._owners.xattrs(found)
 
     def _file(self, node: int) -> _File:
         file = self._files.use(node)
@@ -312,9 +370,15 @@ class TreeSpace:
         return file
 
     def _blob(self, layer: int, number: int) -> Blob:
+        carried = self._carried.get((layer, number))
+        if carried is not None:
+            return carried
         digest = self._digests.get((layer, number))
         if digest is None:
-            tag = self._tree.image(layer).devices[number].tag
+            image = self._tree.image(layer)
+            if image.carries(number):
+                return self._carried.setdefault((layer, number), _Carried(image, number))
+            tag = image.devices[number].tag
             digest = parse_digest(tag.decode("ascii", "replace"))
             self._digests[layer, number] = digest
         return self._open_blob(digest)

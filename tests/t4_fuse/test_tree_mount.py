@@ -226,9 +226,9 @@ def test_what_cannot_be_shown(served: Layers) -> None:
     assert failure(trees / ("x" * 200)) == errno.ENOENT
     (place / "garbage.json").write_bytes(b"\xff{")
     assert failure(trees / "garbage") == errno.EIO
-    (place / "newer.json").write_text(json.dumps({"format": 2, "layers": []}))
+    (place / "newer.json").write_text(json.dumps({"format": 3, "layers": [], "owners": None}))
     assert failure(trees / "newer") == errno.EIO
-    (place / "empty.json").write_text(json.dumps({"format": 1, "layers": []}))
+    (place / "empty.json").write_text(json.dumps({"format": 2, "layers": [], "owners": None}))
     assert failure(trees / "empty") == errno.EIO
     served.compose("lost", [Digest(digest_of("no such layer"))])
     assert failure(trees / "lost") == errno.ENOENT

@@ -310,6 +310,19 @@ class ErofsImage:
             self._referenced = whole.referenced_ranges(self)
         return self._referenced[device]
 
+    # Flat files: [metadata | blob | blob …]
+
+    def carries(self, device: int) -> bool:
+        """Whether the bytes of blob `device` (from 0) follow the metadata in the same file."""
+        slot = self.devices[device]
+        return slot.mapped >= self._end and slot.mapped + slot.size <= len(self._data)
+
+    def carried(self, device: int, offset: int, size: int) -> bytes:
+        """Bytes of a blob that the file `carries`; short only at the blob's end."""
+        slot = self.devices[device]
+        at = slot.mapped + min(max(offset, 0), slot.size)
+        return bytes(self._data[at : min(at + size, slot.mapped + slot.size)])
+
     # Parts, also for whole.py: the same on an inode that is decoded already
 
     def _bad(self, why: str) -> FormatError:
