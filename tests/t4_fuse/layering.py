@@ -88,6 +88,17 @@ def image_of(root: Inode, blob: Blob, number: int) -> bytes:
     return write_erofs(root, [Device(tag, blob.size)], uuid_salt=bytes([number]))
 
 
+REFUSED = b"refused"
+"""What root cannot read either: files whose owner is mapped to nobody."""
+
+
+def _xattrs(path: bytes) -> dict[bytes, bytes]:
+    try:
+        return read_xattrs(path)
+    except PermissionError:
+        return {REFUSED: b""}
+
+
 def shown(top: Path) -> dict[bytes, tuple[Any, ...]]:
     """Everything the kernel shows below `top`, names of one inode by their first."""
     out: dict[bytes, tuple[Any, ...]] = {}
@@ -104,8 +115,8 @@ def shown(top: Path) -> dict[bytes, tuple[Any, ...]]:
             try:
                 with open(full, "rb") as f:
                     body = hashlib.sha256(f.read()).digest()
-            except PermissionError:  # also for root, if the owner is not mapped
-                body = b"refused"
+            except PermissionError:
+                body = REFUSED
             assert info.st_blocks == -(-info.st_size // 4096) * 8, path
         out[path] = (
             stat.filemode(info.st_mode),
@@ -116,7 +127,7 @@ def shown(top: Path) -> dict[bytes, tuple[Any, ...]]:
             info.st_rdev if stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode) else 0,
             0 if is_dir else info.st_size,
             os.readlink(full) if stat.S_ISLNK(info.st_mode) else b"",
-            tuple(sorted(read_xattrs(full).items())),
+            tuple(sorted(_xattrs(full).items())),
             body,
             path if is_dir else first.setdefault((info.st_dev, info.st_ino), path),
         )
