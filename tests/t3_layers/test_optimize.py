@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsecfs.cache.chunkcache import ChunkCache
+from dsecfs.cache.warm import warm_plan
 from dsecfs.errors import Corrupt
 from dsecfs.layers.digest import Digest, sha256
 from dsecfs.layers.erofs.reader import ErofsImage
@@ -19,7 +20,14 @@ from dsecfs.layers.optimize import HotBlob, optimize
 from dsecfs.layers.publish import BlobOptions, Meta, publish_source
 from dsecfs.layers.reach import layout_sequences, read_newest_layout
 from dsecfs.layers.sources.image import open_image
-from dsecfs.layers.trace import Access, Trace, TracedLayer, trace_chunks
+from dsecfs.layers.trace import (
+    REPLAY_AHEAD,
+    Access,
+    Trace,
+    TracedLayer,
+    save_trace,
+    trace_chunks,
+)
 from dsecfs.nodedirs import NodeDirs
 from dsecfs.store.base import object_key
 from dsecfs.store.directory import DirectoryStore
@@ -150,3 +158,58 @@ def test_heat_counts_files_bytes_and_chunks(head: LayerHead) -> None:
     assert report.read == 71_000 + 12 * 70_000
     assert report.chunk_bytes == report.chunks * CHUNK
     assert report.by_directory(1) == [(b"", 13, report.read)]
+
+
+# -- what a mount is warmed with ------------------------------------------------------------
+
+ENV = sha256(b"an environment")
+
+
+def warm(store: DirectoryStore, head: LayerHead, root: Path) -> tuple[list[int], int, int]:
+    """Chunks of the plan, requests for objects, and bytes of these, on an empty node."""
+    counting = CountingStore(store)
+    dirs = NodeDirs(root / "data", root / "run")
+    dirs.create()
+    layers = LocalLayers(counting, dirs).ensure_all([head.digest])
+    cache = ChunkCache(dirs, counting, max_bytes=1 << 30)
+    try:
+        plan = warm_plan(cache, counting, ENV, layers)
+        counting.stats(reset=True)
+        assert cache.prefetch(plan).wait(30)
+        op = counting.stats().ops.get("get_range")
+        assert cache.stats.snapshot()["prefetched"] == sum(len(c) for _, c in plan)
+    finally:
+        cache.close()
+    return [c for _, chunks in plan for c in chunks], *((op.requests, op.bytes) if op else (0, 0))
+
+
+def test_a_mount_is_warmed_by_its_runs_and_then_by_one_read(
+    store: DirectoryStore, head: LayerHead, tmp_path: Path
+) -> None:
+    blob = head.manifest.blobs[0]
+    layers = [TracedLayer(head.manifest.blobs, ErofsImage(head.erofs))]
+    _, layout = read_newest_layout(store, blob)
+    assert warm(store, head, tmp_path / "unknown") == ([], 0, 0)
+
+    save_trace(store, Trace(ENV, tuple(accesses())))
+    order = trace_chunks(accesses(), layers, ahead=REPLAY_AHEAD)
+    # Equal chunks lie in one place.
+    stored = {layout.places[c][:3] for _, c in order}
+    chunks, scattered, count = warm(store, head, tmp_path / "traced")
+    assert chunks == [c for _, c in order] and count == sum(place[2] for place in stored)
+
+    done = optimize(store, order, hot_blobs(head))
+    assert warm(store, head, tmp_path / "hot") == (chunks, 1, done.stored)
+    assert scattered > 1
+
+
+def test_an_environment_that_never_ran_is_warmed_by_what_is_hot(
+    store: DirectoryStore, head: LayerHead, tmp_path: Path
+) -> None:
+    blob = head.manifest.blobs[0]
+    optimize(store, [(blob.digest, c) for c in (30, 2, 31)], hot_blobs(head))
+    chunks, requests, _ = warm(store, head, tmp_path / "one")
+    assert (chunks, requests) == ([30, 2, 31], 1)
+    # A run of its own says better what it needs.
+    save_trace(store, Trace(ENV, (Access(b"f00", 0, 1),)))
+    assert 30 not in warm(store, head, tmp_path / "two")[0]

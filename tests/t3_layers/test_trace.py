@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsecfs.errors import DsecfsError, FormatError
+from dsecfs.layers import trace as traces
 from dsecfs.layers.digest import Digest, sha256
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.manifest import BlobRef
 from dsecfs.layers.trace import (
+    MAX_RUNS,
     Access,
     PathIndex,
     Touch,
@@ -23,11 +28,18 @@ from dsecfs.layers.trace import (
     _Ranges,
     decode_trace,
     encode_trace,
+    keep_trace,
+    list_traces,
+    load_traces,
     make_trace,
     merge_traces,
+    read_trace,
+    save_trace,
     trace_chunks,
 )
 from dsecfs.layers.tree import Extent, Inode, directory, whiteout
+from dsecfs.store.base import trace_prefix
+from dsecfs.store.directory import DirectoryStore
 
 ENV = sha256(b"an environment")
 CHUNK = 65536
@@ -78,6 +90,36 @@ def test_chunks_of_a_trace_follow_the_file_to_the_layer_that_provides_it_now() -
     b, t = base.blobs[0].digest, top.blobs[0].digest
     assert trace_chunks(accesses, [top, base]) == [(b, 1), (b, 2), (t, 0)]
     assert trace_chunks(accesses, [base]) == [(b, 1), (b, 2), (b, 0), (b, 8)]
+
+
+def test_what_the_kernel_reads_ahead_is_foreseen_up_to_the_end_of_the_file() -> None:
+    size = 3 * CHUNK
+    base = layer("base", {b"a": file(0, size), b"b": file(size, 2 * CHUNK)})
+    blob = base.blobs[0].digest
+
+    def chunks(*accesses: Access, ahead: int) -> list[int]:
+        return [c for b, c in trace_chunks(accesses, [base], ahead=ahead) if b == blob]
+
+    assert chunks(Access(b"a", 0, 1), ahead=CHUNK - 1) == [0]
+    assert chunks(Access(b"a", 0, 1), ahead=CHUNK) == [0, 1]
+    assert chunks(Access(b"a", 2 * CHUNK, 1), ahead=1 << 40) == [2]
+    assert chunks(Access(b"b", 0, 1), Access(b"a", 2 * CHUNK, 1), ahead=CHUNK) == [3, 4, 2]
+
+
+def test_files_with_holes_need_the_chunks_behind_them_only() -> None:
+    far = 1 << 30
+    extents = (
+        Extent(0, 0, 0, 4096),
+        Extent(CHUNK, 0, 4 * CHUNK, CHUNK),
+        Extent(far, 0, 8 * CHUNK, 10),
+    )
+    inode = Inode(stat.S_IFREG | 0o644, size=far + 10, extents=extents)
+    base = layer("base", {b"holes": inode})
+    found = [
+        [c for _, c in trace_chunks([Access(b"holes", offset, length)], [base])]
+        for offset, length in ((0, 1 << 40), (4096, 1000), (CHUNK, 1), (far - 1, 2), (5000, CHUNK))
+    ]
+    assert found == [[0, 4, 8], [], [4], [8], [4]]
 
 
 def test_merged_runs_hold_each_byte_once_in_relative_order() -> None:
@@ -135,3 +177,81 @@ def test_ranges_report_each_new_byte_once(adds: list[tuple[int, int]]) -> None:
 def test_names_that_are_not_utf8_survive() -> None:
     trace = Trace(ENV, (Access(os.fsencode("ä") + b"\xff", 0, 1),))
     assert decode_trace(encode_trace(trace), ENV) == trace
+
+
+# -- where traces are --------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "store", create=True)
+
+
+def run(name: bytes, count: int = 1) -> Trace:
+    return Trace(ENV, tuple(Access(name, 8192 * i, 4096) for i in range(count)))
+
+
+def test_the_newest_runs_count(store: DirectoryStore, tmp_path: Path) -> None:
+    for number in range(MAX_RUNS + 3):
+        key = save_trace(store, run(b"f%d" % number))
+        os.utime(tmp_path / "store" / key, (number, number))
+    names = [t.accesses[0].path for t in load_traces(store, ENV)]
+    assert names == [b"f%d" % n for n in range(MAX_RUNS + 2, 2, -1)]
+    assert load_traces(store, sha256(b"no runs")) == []
+
+
+def test_bad_traces_are_logged_and_left_out(
+    store: DirectoryStore, expect_log: Callable[[str], None]
+) -> None:
+    good = run(b"good")
+    save_trace(store, good)
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    deep = zstandard.ZstdCompressor().compress(b"[" * 100_000)
+    for data in (b"", b"junk", encode_trace(Trace(sha256(b"other"), ())), bomb, deep):
+        store.put_content(trace_prefix(ENV) + sha256(data), data)
+    expect_log("claims 268435456 bytes")
+    expect_log("not valid JSON")
+    expect_log("belongs to another environment")
+    expect_log("does not decompress|claims -1 bytes")
+    assert load_traces(store, ENV) == [good]
+
+
+def test_many_ranges_are_bounded_when_traces_are_loaded(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "MAX_RANGES", 100)
+    for number in range(3):
+        key = save_trace(store, run(b"f%d" % number, 60))
+        os.utime(tmp_path / "store" / key, (number, number))
+    assert [t.accesses[0].path for t in load_traces(store, ENV)] == [b"f2"]
+    long = run(b"long", 500)
+    stored = decode_trace(encode_trace(long), ENV)
+    assert stored.accesses == long.accesses[:100], "what is used last is left out"
+
+
+def test_traces_with_long_names_stay_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MAX_TRACE", 100_000)
+    name = b"\xff" * 200
+    wide = Trace(ENV, tuple(Access(name + b"%d" % i, 1 << 61, 1 << 61) for i in range(900)))
+    stored = decode_trace(encode_trace(wide), ENV)
+    assert 50 < len(stored.accesses) < 900
+    assert stored.accesses == wide.accesses[: len(stored.accesses)]
+
+
+def test_traces_kept_on_the_node_count_there(store: DirectoryStore, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    paths = [keep_trace(kept, run(b"f%d" % n)) for n in range(MAX_RUNS + 2)]
+    for number, path in enumerate(paths):
+        if path.exists():
+            os.utime(path, (number, number))
+    (kept / ENV / "no trace").write_text("ignored")
+    assert len(os.listdir(kept / ENV)) == MAX_RUNS + 1
+    found = load_traces(store, ENV, kept)
+    assert len(found) == MAX_RUNS
+    assert load_traces(store, ENV) == []
+    # Once it is stored it counts once.
+    save_trace(store, found[0])
+    listed = list_traces(store, ENV, kept)
+    assert len(listed) == MAX_RUNS
+    assert sum(t.file is None for t in listed) == 1
+    assert {read_trace(store, ENV, t).accesses for t in listed} == {t.accesses for t in found}
