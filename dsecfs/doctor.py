@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dsecfs.errors import DsecfsError
+from dsecfs.errors import DsecfsError, StoreDenied
 from dsecfs.kernel.probe import FUSE_RESEND_MINOR, KernelInfo, probe, quick_mode
 from dsecfs.node import Node
+from dsecfs.store.open import check_store
 
 State = Literal["ok", "warning", "missing"]
 _COMMAND_S = 10
@@ -236,7 +237,12 @@ def _store(node: Node) -> Finding:
     error = _try(lambda: next(iter(node.store.list("refs/")), None))
     if error is not None:
         return Finding("store", url, "missing", error.message, error.hint or "check its address")
-    return Finding("store", url, "ok", "answers")
+    error = _try(lambda: check_store(node.store))
+    if isinstance(error, StoreDenied):
+        return Finding("store", url, "ok", "answers; this node may not write to it")
+    if error is not None:
+        return Finding("store", url, "missing", error.message, error.hint or "use another store")
+    return Finding("store", url, "ok", "answers, and keeps what dsec relies on (docs/stores.md)")
 
 
 def _daemon(node: Node) -> Finding:

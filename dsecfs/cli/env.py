@@ -368,3 +368,49 @@ def heat(
         for path, count, read in report.by_directory(max(depth, 1))
     ]
     show_rows(rows, {"path": "directory", "files": "files", "read": "read"}, form=sizes)
+
+
+@app.command()
+def traces(
+    env: Annotated[str, ENV],
+    toolkits: Annotated[list[str] | None, TOOLKITS] = None,
+    push: Annotated[
+        bool, typer.Option("--push", help="Store those that only this node has.")
+    ] = False,
+    platform: Annotated[str, PLATFORM] = "",
+) -> None:
+    """List recorded runs of an environment; prefetching goes by the newest ones."""
+    from dsecfs.layers.trace import list_traces, read_trace, save_trace
+
+    node = session().node
+    made = node.environment(env, only_toolkits(toolkits), platform)
+    kept = node.dirs.kept_traces
+    if push:
+        for stored in list_traces(node.store, made.digest, kept):
+            if stored.file is not None:
+                save_trace(node.store, read_trace(node.store, made.digest, stored))
+                stored.file.unlink(missing_ok=True)
+    rows: list[dict[str, Any]] = []
+    for stored in list_traces(node.store, made.digest, kept):
+        trace = read_trace(node.store, made.digest, stored)
+        rows.append(
+            {
+                "trace": stored.name,
+                "recorded": stored.mtime,
+                "files": len({a.path for a in trace.accesses}),
+                "bytes": trace.total,
+                "in_store": stored.file is None,
+            }
+        )
+    show_rows(
+        rows,
+        {
+            "trace": "trace",
+            "recorded": "recorded",
+            "files": "files",
+            "bytes": "read",
+            "in_store": "in the store",
+        },
+        empty="no run was recorded; dsec run --record records one",
+        form={"trace": lambda t: t[:12], "recorded": time_text, "bytes": size_text},
+    )

@@ -17,10 +17,17 @@ app = group()
 
 
 @app.command()
-def init() -> None:
-    """Make the configured store and try out what dsec needs of it."""
+def init(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="file:DIR, 3fs:DIR or s3://BUCKET/PREFIX.", metavar="URL"),
+    ] = None,
+) -> None:
+    """Make a store (the configured one) and try out what dsec needs of it."""
     from dsecfs.store.open import check_store, open_store
 
+    if url is not None:
+        session().options.append(("store", url))
     store = open_store(session().settings.store_url, create=True)
     try:
         check_store(store)
