@@ -61,7 +61,8 @@ def create(
     """Compose an environment from layers."""
     from dataclasses import replace
 
-    from dsecfs.layers.environment import EnvironmentManifest, check_layers, check_variable
+    from dsecfs.layers.environment import EnvironmentManifest, check_layers
+    from dsecfs.layers.manifest import check_variable
     from dsecfs.layers.names import parse_name
     from dsecfs.layers.reach import read_layer_manifest
 

@@ -112,22 +112,22 @@ class Use(NamedTuple):
 
 
 def parse_ref(data: bytes, what: str) -> Ref:
-    """Parse and check a ref. Raises FormatError, TooNew or BadInput (its digest)."""
+    """Parse and check a ref. Raises FormatError or TooNew."""
     f = Fields(load_json(data, what), what)
     f.check_format(REF_FORMAT)
-    ref = Ref(parse_digest(f.take("digest", str)), f.take("created", int), f.take_strings("labels"))
+    ref = Ref(f.take_digest("digest"), f.take("created", int), f.take_strings("labels"))
     f.done()
     return ref
 
 
 def parse_channel_entry(data: bytes, sequence: int, what: str) -> ChannelEntry:
-    """Parse and check an entry. Raises FormatError, TooNew or BadInput (its digest)."""
+    """Parse and check an entry. Raises FormatError or TooNew."""
     f = Fields(load_json(data, what), what)
     f.check_format(CHANNEL_FORMAT)
     digest = f.take("digest", (str, type(None)))
     entry = ChannelEntry(
         sequence,
-        parse_digest(digest) if digest is not None else None,
+        f.digest("digest", digest) if digest is not None else None,
         f.take("version", str),
         f.take("created", int),
         f.take("actor", str),
@@ -213,8 +213,11 @@ class Catalog:
         data = self._store.get(key, max_size=MAX_REF)
         parse_ref(data, f"ref {name}")
         now = int(time.time())
-        self._store.put_if_absent(f"trash/{key}/{now:012d}", _trash_json(data, now))
+        removed = f"trash/{key}/{now:012d}"
+        self._store.put_if_absent(removed, _trash_json(data, now))
         self._store.delete(key)
+        # Who restored it meanwhile found the ref, and took this away.
+        self._store.put_if_absent(removed, _trash_json(data, now))
         if self._refs is not None:
             self._refs.forget(key)
 
@@ -235,13 +238,19 @@ class Catalog:
                 lease.rely_on(env_key(ref.digest))
                 layers = self.get_env(ref.digest).layers()
             lease.rely_on_layers(layers)
-            if not lease.put_if_absent(key, ref.to_json()):
-                there = parse_ref(self._store.get(key, max_size=MAX_REF), f"ref {name}")
-                if there.digest != ref.digest:
-                    raise Conflict(f"{name} exists again, with other content")
-        for key in removed:
-            self._store.delete(key)
+            self._restore(name, key, ref, lease)
+            for entry in removed:
+                self._store.delete(entry)
+            # A removal that began before may have taken away the ref that was there: whatever
+            # the order of the two, ref or trash stays.
+            self._restore(name, key, ref, lease)
         return ref
+
+    def _restore(self, name: Name, key: str, ref: Ref, lease: Lease) -> None:
+        if not lease.put_if_absent(key, ref.to_json()):
+            there = parse_ref(self._store.get(key, max_size=MAX_REF), f"ref {name}")
+            if there.digest != ref.digest:
+                raise Conflict(f"{name} exists again, with other content")
 
     def trash(self) -> Iterator[tuple[Name, int]]:
         """Removed names and when they were removed, in seconds since 1970."""
@@ -416,7 +425,9 @@ class Catalog:
                 lease.rely_on(env_key(found.digest))
                 layers = list(self.get_env(found.digest).layers())
             lease.rely_on_layers(layers)
-            return self._append(kind, name, channel, found.digest, version, actor, reason)
+            return self._append(
+                kind, name, channel, found.digest, version, actor, reason, lease.check
+            )
 
     def channel_close(
         self, kind: str, name: str, channel: str, *, actor: str, reason: str
@@ -424,7 +435,7 @@ class Catalog:
         """End a channel: it resolves no more and keeps nothing alive. Its log stays."""
         self._check_channel(kind, name, channel)
         self.channel_get(kind, name, channel)
-        return self._append(kind, name, channel, None, "", actor, reason)
+        return self._append(kind, name, channel, None, "", actor, reason, lambda: None)
 
     def channel_get(self, kind: str, name: str, channel: str) -> ChannelEntry:
         """The entry in force. NotFound if the channel was never set."""
@@ -463,12 +474,15 @@ class Catalog:
         version: str,
         actor: str,
         reason: str,
+        check: Callable[[], None],
     ) -> ChannelEntry:
+        """Put the next entry; `check` raises when what it leads to may be gone by now."""
         for _ in range(_CHANNEL_TRIES):
             last = self._last_entry(kind, name, channel)
-            number = int(last.rpartition("/")[2]) + 1 if last else 1
+            number = entry_number(last) + 1 if last else 1
             entry = ChannelEntry(number, digest, version, int(time.time()), actor, reason)
             key = f"{channel_prefix(kind, name, channel)}{number:08d}"
+            check()
             if self._store.put_if_absent(key, entry.to_json()):
                 return entry
         raise Conflict(
@@ -483,10 +497,7 @@ class Catalog:
         return last
 
     def _entry(self, key: str) -> ChannelEntry:
-        number = key.rpartition("/")[2]
-        if not number.isdigit():
-            raise FormatError(f"{key}: not an entry of a channel")
-        return parse_channel_entry(self._store.get(key, max_size=MAX_REF), int(number), key)
+        return parse_channel_entry(self._store.get(key, max_size=MAX_REF), entry_number(key), key)
 
     # -- the other way round
 
@@ -524,8 +535,16 @@ class Catalog:
         return uses
 
 
+def entry_number(key: str) -> int:
+    """Which entry of a channel a key is: 8 digits, so that keys sort as numbers do. FormatError."""
+    tail = key.rpartition("/")[2]
+    if len(tail) != 8 or not (tail.isascii() and tail.isdigit()):
+        raise FormatError(f"{key}: not an entry of a channel", hint="remove it from the store")
+    return int(tail)
+
+
 def parse_trash(data: bytes, what: str) -> Ref:
-    """The removed ref in a trash entry. Raises FormatError, TooNew or BadInput."""
+    """The removed ref in a trash entry. Raises FormatError or TooNew."""
     f = Fields(load_json(data, what), what)
     f.check_format(TRASH_FORMAT)
     f.take("removed", int)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsecfs.errors import BadInput, FormatError, NotFound
-from dsecfs.layers.digest import Digest, parse_digest, sha256
+from dsecfs.layers.digest import Digest, sha256
 from dsecfs.layers.manifest import (
     MAX_MANIFEST,
     Fields,
     LayerManifest,
     canonical_json,
+    check_variable,
     load_json,
 )
 
@@ -162,17 +163,8 @@ def check_layers(env: Environment, manifests: Sequence[LayerManifest]) -> None:
             )
 
 
-def check_variable(name: str, value: str, what: str) -> None:
-    """Raise BadInput unless NAME=value can be part of a process's environment."""
-    if not name or "=" in name or "\0" in name or "\0" in value:
-        raise BadInput(
-            f"{what}: not a variable: {name[:80]!r}",
-            hint="a name is not empty and has no '=' in it, and neither part has a NUL",
-        )
-
-
 def parse_environment(data: bytes, what: str = "environment manifest") -> EnvironmentManifest:
-    """Parse and check a manifest. Raises FormatError, TooNew or BadInput, nothing else."""
+    """Parse and check a manifest. Raises FormatError or TooNew, nothing else."""
     if len(data) > MAX_MANIFEST:
         raise FormatError(f"{what}: longer than {MAX_MANIFEST} bytes")
     f = Fields(load_json(data, what), what)
@@ -185,7 +177,14 @@ def parse_environment(data: bytes, what: str = "environment manifest") -> Enviro
         f.take_strings("labels"),
     )
     f.done()
-    if manifest.to_json() != data:
+    try:
+        for env in manifest.platforms.values():
+            for name, text in env.process.env.items():
+                check_variable(name, text, "process")
+        canonical = manifest.to_json()
+    except BadInput as e:
+        raise FormatError(f"{what}: {e.message}") from None
+    if canonical != data:
         raise FormatError(f"{what}: not in canonical form")
     return manifest
 
@@ -219,7 +218,7 @@ def _parse_platform(platform: str, value: object, what: str) -> Environment:
             or not all(isinstance(part, str) for part in item)
         ):
             raise FormatError(f"{what}: a toolkit must be [name, digest]")
-        toolkits.append(Toolkit(item[0], parse_digest(item[1])))
+        toolkits.append(Toolkit(item[0], f.digest("toolkits", item[1])))
     if len({t.name for t in toolkits}) != len(toolkits):
         raise FormatError(f"{what}: two toolkits of one name")
     p = Fields(f.take("process", dict), f"{what}: process")
@@ -232,16 +231,14 @@ def _parse_platform(platform: str, value: object, what: str) -> Environment:
         _strings(p, "shell"),
     )
     p.done()
-    for name, text in process.env.items():
-        check_variable(name, text, what)
     if "\0" in process.cwd + process.user:
         raise FormatError(f"{what}: a NUL in 'cwd' or 'user'")
     env = Environment(
         platform,
-        parse_digest(f.take("base", str)),
-        parse_digest(workspace) if workspace is not None else None,
+        f.take_digest("base"),
+        f.digest("workspace", workspace) if workspace is not None else None,
         tuple(toolkits),
-        tuple(parse_digest(d) for d in _strings(f, "snapshots")),
+        tuple(f.digest("snapshots", d) for d in _strings(f, "snapshots")),
         process,
     )
     f.done()

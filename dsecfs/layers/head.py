@@ -13,19 +13,23 @@ Byte layout (little endian; docs/formats.md):
           u64 raw length
     …   sections
 
-What must hold: `decode_head` accepts only what has the digest it was asked for, and
-bounds every allocation by lengths it checked.
+Sections do not overlap; only the metadata may be compressed. What must hold: `decode_head`
+accepts only what has the digest it was asked for, with metadata whose devices are the blobs of
+the manifest (a device's tag is what readers open: it must not name another layer's blob);
+every allocation is bounded by lengths it checked.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import zstandard
 
-from dsecfs.errors import Corrupt, FormatError, TooNew
+from dsecfs.errors import BadInput, Corrupt, FormatError, TooNew
 from dsecfs.layers.digest import DIGEST_LEN, Digest, blob_digest, layer_digest
+from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.manifest import MAX_MANIFEST, LayerManifest, parse_manifest
 
 MAGIC = b"DSECHEAD"
@@ -53,8 +57,14 @@ class LayerHead:
 
 
 def make_head(manifest: LayerManifest, erofs: bytes, chunk_digests: list[bytes]) -> LayerHead:
-    """Put a head together and compute its digest."""
-    digest = layer_digest(manifest.to_json(), erofs, chunk_digests)
+    """Put a head together and compute its digest. BadInput for a manifest that is too long."""
+    canonical = manifest.to_json()
+    if len(canonical) > MAX_MANIFEST:
+        raise BadInput(
+            f"the layer's manifest has {len(canonical)} bytes, at most {MAX_MANIFEST} are allowed",
+            hint="use fewer or shorter labels and variables",
+        )
+    digest = layer_digest(canonical, erofs, chunk_digests)
     return LayerHead(digest, manifest, erofs, tuple(chunk_digests))
 
 
@@ -81,32 +91,24 @@ def decode_head(data: bytes, digest: Digest) -> LayerHead:
     layer. Allocates no more than the checked section lengths.
     """
     what = f"head of layer {digest[:12]}"
-    if len(data) < _FIXED.size:
-        raise FormatError(f"{what}: truncated: {len(data)} bytes")
-    magic, version, count = _FIXED.unpack_from(data)
-    if magic != MAGIC:
-        raise FormatError(f"{what}: not a layer head (bad magic)")
-    if version > VERSION:
-        raise TooNew(
-            f"{what}: version {version} is newer than this program knows ({VERSION})",
-            hint="upgrade dsec",
-        )
-    if count > 2 + MAX_BLOBS or len(data) < _FIXED.size + count * _SECTION.size:
-        raise FormatError(f"{what}: truncated: no room for {count} sections")
     manifest_raw = erofs = None
     chunks: list[bytes] = []
-    for i in range(count):
-        kind, codec, offset, stored, raw = _SECTION.unpack_from(
-            data, _FIXED.size + i * _SECTION.size
-        )
+    left = len(data)
+    for i, (kind, codec, offset, stored, raw) in enumerate(_sections(data, what)):
         if offset + stored > len(data):
             raise FormatError(
                 f"{what}: truncated: section {i} ends at {offset + stored}, file has {len(data)}"
             )
+        left -= stored
+        if left < 0:
+            raise FormatError(f"{what}: its sections overlap")
+        if codec != _RAW and (kind, codec) != (_EROFS, _ZSTD):
+            raise FormatError(f"{what}: section {i} of type {kind} has codec {codec}")
+        first = {_MANIFEST: manifest_raw, _EROFS: erofs, _CHUNKS: None}.get(kind, b"")
+        if first is not None or raw > (MAX_MANIFEST if kind == _MANIFEST else MAX_EROFS):
+            raise FormatError(f"{what}: section {i} of type {kind} is not expected")
         body = data[offset : offset + stored]
         if codec == _ZSTD:
-            if raw > MAX_EROFS:
-                raise FormatError(f"{what}: section {i} claims {raw} bytes")
             try:
                 # max_output_size is ignored when the frame itself states a size.
                 if zstandard.frame_content_size(body) not in (raw, -1):
@@ -114,18 +116,14 @@ def decode_head(data: bytes, digest: Digest) -> LayerHead:
                 body = zstandard.ZstdDecompressor().decompress(body, max_output_size=raw)
             except zstandard.ZstdError as e:
                 raise FormatError(f"{what}: section {i} does not decompress: {e}") from None
-        elif codec != _RAW:
-            raise FormatError(f"{what}: section {i} has unknown codec {codec}")
         if len(body) != raw:
             raise FormatError(f"{what}: section {i} has {len(body)} bytes, expected {raw}")
-        if kind == _MANIFEST and manifest_raw is None and raw <= MAX_MANIFEST:
+        if kind == _MANIFEST:
             manifest_raw = body
-        elif kind == _EROFS and erofs is None:
+        elif kind == _EROFS:
             erofs = body
-        elif kind == _CHUNKS:
-            chunks.append(body)
         else:
-            raise FormatError(f"{what}: section {i} of type {kind} is not expected")
+            chunks.append(body)
     if manifest_raw is None or erofs is None:
         raise FormatError(f"{what}: has no manifest or no metadata")
     if layer_digest(manifest_raw, erofs, chunks) != digest:
@@ -138,19 +136,16 @@ def decode_head(data: bytes, digest: Digest) -> LayerHead:
             raise FormatError(f"{what}: blob {blob.digest[:12]} has a wrong chunk list")
         if blob_digest(blob.size, blob.chunk_size, digests) != blob.digest:
             raise Corrupt(f"{what}: blob {blob.digest[:12]} does not match its chunk list")
+    if manifest.kind != "disk":
+        with ErofsImage(erofs, f"metadata of layer {digest[:12]}") as image:
+            devices = [(device.tag, device.size) for device in image.devices]
+        if devices != [(blob.digest.encode(), blob.size) for blob in manifest.blobs]:
+            raise FormatError(f"{what}: the devices of its metadata are not its blobs")
     return LayerHead(digest, manifest, erofs, tuple(chunks))
 
 
-HEAD_START = 64 * 1024
-"""Bytes from the start of a head in which the section table and most manifests lie."""
-
-
-def manifest_span(start: bytes, digest: Digest) -> tuple[int, int]:
-    """(offset, length) of the manifest in a head, from its first HEAD_START bytes.
-
-    For readers that need no metadata (collection, listings). Raises FormatError or TooNew.
-    """
-    what = f"head of layer {digest[:12]}"
+def _sections(start: bytes, what: str) -> Iterator[tuple[int, int, int, int, int]]:
+    """(type, codec, offset, stored length, raw length) of each section, not yet checked."""
     if len(start) < _FIXED.size:
         raise FormatError(f"{what}: truncated: {len(start)} bytes")
     magic, version, count = _FIXED.unpack_from(start)
@@ -163,10 +158,21 @@ def manifest_span(start: bytes, digest: Digest) -> tuple[int, int]:
         )
     if count > 2 + MAX_BLOBS or len(start) < _FIXED.size + count * _SECTION.size:
         raise FormatError(f"{what}: truncated: no room for {count} sections")
-    for i in range(count):
-        kind, codec, offset, stored, raw = _SECTION.unpack_from(
-            start, _FIXED.size + i * _SECTION.size
-        )
+    table = memoryview(start)[_FIXED.size : _FIXED.size + count * _SECTION.size]
+    yield from _SECTION.iter_unpack(table)
+
+
+HEAD_START = 64 * 1024
+"""Bytes from the start of a head in which the section table and most manifests lie."""
+
+
+def manifest_span(start: bytes, digest: Digest) -> tuple[int, int]:
+    """(offset, length) of the manifest in a head, from its first HEAD_START bytes.
+
+    For readers that need no metadata (collection, listings). Raises FormatError or TooNew.
+    """
+    what = f"head of layer {digest[:12]}"
+    for kind, codec, offset, stored, raw in _sections(start, what):
         if kind == _MANIFEST and codec == _RAW and stored == raw and 0 < raw <= MAX_MANIFEST:
             return offset, stored
     raise FormatError(f"{what}: has no manifest")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dsecfs.errors import BadInput, Conflict, DsecfsError, FormatError, NotFound
 from dsecfs.layers.blobwriter import BlobResult
 from dsecfs.layers.catalog import MAX_REF, Catalog
-from dsecfs.layers.digest import Digest, parse_digest
+from dsecfs.layers.digest import Digest
 from dsecfs.layers.environment import Environment, EnvironmentManifest, ProcessDefaults
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.head import MAX_EROFS, LayerHead, decode_head
@@ -144,10 +144,10 @@ def import_image(
 
 
 def parse_import_record(data: bytes, what: str) -> Digest:
-    """The layer that a record names. Raises FormatError, TooNew or BadInput (the digest)."""
+    """The layer that a record names. Raises FormatError or TooNew."""
     f = Fields(load_json(data, what), what)
     f.check_format(IMPORT_FORMAT)
-    layer = parse_digest(f.take("layer", str))
+    layer = f.take_digest("layer")
     f.done()
     return layer
 
@@ -219,7 +219,7 @@ class _Importer:
                 return None
             if not all(layout_is_good(self._store, self._lease, b) for b in head.manifest.blobs):
                 return None
-        except (NotFound, FormatError, BadInput):
+        except (NotFound, FormatError):
             return None
         blobs = tuple(
             BlobResult(ref, digests)

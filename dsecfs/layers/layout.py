@@ -33,6 +33,8 @@ VERSION = 1
 _HEADER = struct.Struct("<8sIIQQ32s")
 _CHUNK = struct.Struct("<IQIB3x")
 _MAX_CHUNKS = 1 << 28
+_MAX_OBJECT = 1 << 53
+"""More bytes than any store takes in an object; ends of ranges stay far below 64 bits."""
 
 RAW, LZ4, ZSTD, ZERO = 0, 1, 2, 3
 """Codecs of a stored chunk: as it is; an LZ4 block without size; one zstd frame; a chunk
@@ -114,7 +116,12 @@ def decode_layout(data: bytes, blob: Digest, chunks: int, chunk_size: int) -> La
     # An incompressible chunk is stored raw, so nothing is ever longer than a chunk.
     for i, p in enumerate(places):
         if p.codec > ZERO or (
-            p.codec != ZERO and (p.object >= objects or not 0 < p.stored <= chunk_size)
+            p.codec != ZERO
+            and (
+                p.object >= objects
+                or not 0 < p.stored <= chunk_size
+                or p.offset > _MAX_OBJECT - p.stored
+            )
         ):
             raise FormatError(f"{what}: chunk {i} has an impossible place {tuple(p)}")
     order = struct.unpack(f"<{hot}I", body[size - hot * 4 :])

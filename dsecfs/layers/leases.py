@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from dsecfs.errors import Busy, Conflict, DsecfsError, FormatError, NotFound, StoreDenied
-from dsecfs.layers.digest import Digest, parse_digest
+from dsecfs.layers.digest import Digest
 from dsecfs.layers.manifest import Fields, canonical_json, load_json
 from dsecfs.store.base import Store, head_key, lease_prefix, object_key
 
@@ -84,7 +84,7 @@ class LeaseRecord:
 
 
 def parse_lease(data: bytes, what: str) -> LeaseRecord:
-    """Parse and check a record. Raises FormatError, TooNew or BadInput (a digest)."""
+    """Parse and check a record. Raises FormatError or TooNew."""
     f = Fields(load_json(data, what), what)
     f.check_format(LEASE_FORMAT)
     layers = f.take("layers", list)
@@ -95,7 +95,7 @@ def parse_lease(data: bytes, what: str) -> LeaseRecord:
         f.take("holder", str),
         f.take("created", int),
         f.take("ttl_s", int),
-        tuple(parse_digest(d) for d in layers),
+        tuple(f.digest("layers", d) for d in layers),
     )
     f.done()
     if record.kind not in LEASE_KINDS or not 0 < record.ttl_s <= MAX_TTL_S:
@@ -168,7 +168,7 @@ class Lease:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._taken = self._renewed = clock()
-        self._write()
+        self._write(self._layers)
         self._thread = threading.Thread(target=self._renew, name=f"lease {self.id}", daemon=True)
         self._thread.start()
 
@@ -186,17 +186,16 @@ class Lease:
     def add(self, layers: Iterable[Digest]) -> None:
         """List more layers; returns when the store has the record."""
         with self._lock:
-            if self._layers.issuperset(layers := set(layers)):
-                return
-            self._layers |= layers
-            self._write()
+            wanted = self._layers.union(layers)
+            if wanted != self._layers:
+                self._write(wanted)
 
     def drop(self, layers: Iterable[Digest]) -> None:
         """Take layers off the list, after the last use of them."""
         with self._lock:
-            if not self._layers.isdisjoint(layers := set(layers)):
-                self._layers -= layers
-                self._write()
+            wanted = self._layers.difference(layers)
+            if wanted != self._layers:
+                self._write(wanted)
 
     def check(self) -> None:
         """Raise Busy if the lease may have lapsed, or a publisher took longer than allowed."""
@@ -270,14 +269,15 @@ class Lease:
     def _key(self, sequence: int) -> str:
         return f"{lease_prefix()}{self.id}/{sequence:08d}"
 
-    def _write(self) -> None:
+    def _write(self, layers: set[Digest]) -> None:
+        """Put the next record. Only what the store has counts as listed."""
         before = self._clock()
         record = LeaseRecord(
             self._kind,
             f"{socket.gethostname()}/{os.getpid()}",
             int(time.time()),
             self._ttl_s,
-            tuple(sorted(self._layers)),
+            tuple(sorted(layers)),
         )
         # The id is ours alone: a record that is there already is from a put of which the
         # answer was lost, with an older list of layers.
@@ -288,6 +288,7 @@ class Lease:
         else:
             raise Conflict(f"lease {self.id} is written by somebody else")
         self._renewed = before
+        self._layers = layers
         if self._sequence > 1:
             try:
                 self._store.delete(self._key(self._sequence - 1))
@@ -299,7 +300,7 @@ class Lease:
         while not self._stop.wait(self._ttl_s / 3):
             with self._lock:
                 try:
-                    self._write()
+                    self._write(self._layers)
                 except DsecfsError as e:
                     # Tried again at the next turn; `check` tells when it was too long.
                     log.warning("lease %s was not renewed: %s", self.id, e)

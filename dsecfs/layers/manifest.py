@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsecfs.errors import BadInput, FormatError, TooNew
-from dsecfs.layers.digest import Digest, check_chunk_size, chunk_count, parse_digest
+from dsecfs.layers.digest import (
+    MAX_BLOB_SIZE,
+    Digest,
+    check_chunk_size,
+    chunk_count,
+    parse_digest,
+)
 from dsecfs.layers.names import LAYER_KINDS
+from dsecfs.layers.platforms import Platform
 
 MANIFEST_FORMAT = 1
 MAX_MANIFEST = 4 * 1024 * 1024
@@ -113,6 +120,26 @@ class Fields:
             not isinstance(value, kind) or (isinstance(value, bool) and kind is int)
         ):
             raise FormatError(f"{self.what}: {key!r} has the wrong type")
+        if isinstance(value, str):
+            self._check_text(key, value)
+        return value
+
+    def take_digest(self, key: str) -> Digest:
+        """A digest as text."""
+        return self.digest(key, self.take(key, str))
+
+    def digest(self, key: str, text: str) -> Digest:
+        """`text`, which stands under `key`, as a digest: damage where it is none, not a typo."""
+        try:
+            return parse_digest(text)
+        except BadInput as e:
+            raise FormatError(f"{self.what}: {key!r}: {e.message}") from None
+
+    def take_count(self, key: str) -> int:
+        """A number of things or bytes: 63 bits, not negative; missing means 0."""
+        value: int = self.take(key, int, 0)
+        if not 0 <= value < 1 << 63:
+            raise FormatError(f"{self.what}: {key!r} is no count")
         return value
 
     def take_strings(self, key: str) -> dict[str, str]:
@@ -120,7 +147,15 @@ class Fields:
         value = self.take(key, dict, {})
         if not all(isinstance(v, str) for v in value.values()):
             raise FormatError(f"{self.what}: {key!r} must map names to strings")
+        for name, text in value.items():
+            self._check_text(key, name)
+            self._check_text(key, text)
         return dict(value)
+
+    def _check_text(self, key: str, text: str) -> None:
+        """JSON can hold lone surrogates (\\ud800), which nothing could print or store again."""
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise FormatError(f"{self.what}: {key[:40]!r} holds text that is not valid Unicode")
 
     def done(self) -> None:
         if self._left:
@@ -139,9 +174,9 @@ class Fields:
 
 
 def load_json(data: bytes, what: str) -> object:
-    """Parse bytes from outside as JSON; FormatError instead of the parser's own errors."""
+    """Parse bytes from outside as JSON in UTF-8; FormatError instead of the parser's errors."""
     try:
-        return json.loads(data)
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as e:
         raise FormatError(f"{what}: not valid JSON: {e}") from None
 
@@ -153,18 +188,17 @@ def parse_manifest(data: bytes, what: str = "layer manifest") -> LayerManifest:
     kind = f.take("kind", str)
     if kind not in LAYER_KINDS:
         raise FormatError(f"{what}: unknown layer kind {kind[:40]!r}")
+    platform = f.take("platform", str)
     blobs = []
     for item in f.take("blobs", list):
         b = Fields(item, f"{what}: blob")
-        blobs.append(
-            BlobRef(
-                parse_digest(b.take("digest", str)), b.take("size", int), b.take("chunk_size", int)
-            )
-        )
+        blob = BlobRef(b.take_digest("digest"), b.take("size", int), b.take("chunk_size", int))
         b.done()
-        check_chunk_size(blobs[-1].chunk_size)
-        if blobs[-1].size <= 0 or blobs[-1].size % 4096:
-            raise FormatError(f"{what}: blob size {blobs[-1].size} is no multiple of 4096")
+        if not 0 < blob.size <= MAX_BLOB_SIZE or blob.size % 4096:
+            raise FormatError(
+                f"{what}: blob size {blob.size} is no multiple of 4096 up to {MAX_BLOB_SIZE}"
+            )
+        blobs.append(blob)
     e = Fields(f.take("process_env", dict, {}), f"{what}: process_env")
     prepend: dict[str, tuple[str, ...]] = {}
     for name, entries in e.take("prepend", dict, {}).items():
@@ -175,14 +209,39 @@ def parse_manifest(data: bytes, what: str = "layer manifest") -> LayerManifest:
     e.done()
     manifest = LayerManifest(
         kind,
-        f.take("platform", str),
+        platform,
         tuple(blobs),
         process_env,
         f.take_strings("labels"),
-        f.take("inodes", int, 0),
-        f.take("bytes", int, 0),
+        f.take_count("inodes"),
+        f.take_count("bytes"),
     )
     f.done()
-    if manifest.to_json() != data:
+    try:
+        Platform.parse(platform)
+        for blob in blobs:
+            check_chunk_size(blob.chunk_size)
+        check_process_env(process_env, "process_env")
+        canonical = manifest.to_json()
+    except BadInput as e:
+        raise FormatError(f"{what}: {e.message}") from None
+    if canonical != data:
         raise FormatError(f"{what}: not in canonical form")
     return manifest
+
+
+def check_variable(name: str, value: str, what: str) -> None:
+    """Raise BadInput unless NAME=value can be part of a process's environment."""
+    if not name or "=" in name or "\0" in name or "\0" in value:
+        raise BadInput(
+            f"{what}: not a variable: {name[:80]!r}",
+            hint="a name is not empty and has no '=' in it, and neither part has a NUL",
+        )
+
+
+def check_process_env(env: ProcessEnv, what: str) -> None:
+    """`check_variable` for everything that a layer contributes."""
+    for name, value in env.set.items():
+        check_variable(name, value, what)
+    for name, entries in env.prepend.items():
+        check_variable(name, "".join(entries), what)

@@ -65,6 +65,9 @@ def parse_name(text: str, *, default_kind: str = "") -> Name:
     kind = default_kind
     if len(parts) > 1 and parts[0] in KINDS:
         kind = parts.pop(0)
+        if len(parts) > 1 and parts[0] in KINDS:
+            # It would read as another kind's name wherever the prefix is left out.
+            raise bad(f"it has two kinds, {kind!r} and {parts[0]!r}")
     if len(path) > MAX_NAME:
         raise bad(f"longer than {MAX_NAME} characters")
     for part in parts:

@@ -16,13 +16,13 @@ from dsecfs.errors import BadInput, Conflict, FormatError, NotFound
 from dsecfs.layers.blobwriter import BlobResult, BlobWriter, Codec
 from dsecfs.layers.catalog import Catalog
 from dsecfs.layers.digest import DEFAULT_CHUNK_SIZE, Digest
-from dsecfs.layers.environment import check_variable
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.head import MAX_EROFS, LayerHead, decode_head, encode_head, make_head
 from dsecfs.layers.layout import encode_layout
 from dsecfs.layers.leases import Lease
-from dsecfs.layers.manifest import BlobRef, LayerManifest, ProcessEnv
+from dsecfs.layers.manifest import BlobRef, LayerManifest, ProcessEnv, check_process_env
 from dsecfs.layers.names import LAYER_KINDS, Name
+from dsecfs.layers.platforms import Platform
 from dsecfs.layers.progress import SILENT, Hook, Progress, no_hook
 from dsecfs.layers.reach import layout_sequences, read_newest_layout
 from dsecfs.layers.sources.base import DEFAULT_LIMITS, Limits, SourceTree, at_prefix
@@ -250,14 +250,8 @@ def _store_head(store: Store, lease: Lease, head: LayerHead) -> int:
 def _check_meta(meta: Meta) -> None:
     if meta.kind not in LAYER_KINDS or meta.kind == "disk":
         raise BadInput(f"no file tree is of kind {meta.kind!r}")
-    parts = meta.platform.split("/")
-    if not 2 <= len(parts) <= 3 or not all(p and p.isascii() and p.isalnum() for p in parts):
-        raise BadInput(f"not a platform: {meta.platform[:40]!r}", hint="expected e.g. linux/amd64")
-    for variable, value in meta.process_env.set.items():
-        check_variable(variable, value, "process environment")
-    for variable, entries in meta.process_env.prepend.items():
-        for entry in entries:
-            check_variable(variable, entry, "process environment")
+    Platform.parse(meta.platform)
+    check_process_env(meta.process_env, "process environment")
 
 
 def _count(root: Inode) -> tuple[int, int]:

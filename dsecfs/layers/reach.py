@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dsecfs.errors import FormatError, NotFound
-from dsecfs.layers.catalog import MAX_REF, TRASH_S, parse_channel_entry, parse_ref, parse_trash
+from dsecfs.layers.catalog import (
+    MAX_REF,
+    TRASH_S,
+    entry_number,
+    parse_channel_entry,
+    parse_ref,
+    parse_trash,
+)
 from dsecfs.layers.digest import Digest, parse_digest, sha256
 from dsecfs.layers.environment import parse_environment
 from dsecfs.layers.head import HEAD_START, manifest_span
@@ -126,10 +133,7 @@ def roots(store: Store, now: float) -> Iterator[tuple[str, Digest, str]]:
 
 
 def _channel_root(store: Store, key: str) -> Iterator[tuple[str, Digest, str]]:
-    number = key.rpartition("/")[2]
-    if not number.isdigit():
-        raise FormatError(f"{key}: not an entry of a channel")
-    entry = parse_channel_entry(store.get(key, max_size=MAX_REF), int(number), key)
+    entry = parse_channel_entry(store.get(key, max_size=MAX_REF), entry_number(key), key)
     if entry.digest is not None:
         yield key.split("/")[1], entry.digest, f"channel {key}"
 
@@ -195,5 +199,8 @@ def _imports(store: Store, found: Reached) -> None:
 
 
 def trace_env(key: str) -> Digest:
-    """The environment that a trace's key belongs to."""
-    return parse_digest(key.split("/")[2])
+    """The environment that a trace's key belongs to. FormatError for a key of another shape."""
+    parts = key.split("/")
+    if len(parts) != 4:
+        raise FormatError(f"{key}: not the key of a trace")
+    return parse_digest(parts[2])

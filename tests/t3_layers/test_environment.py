@@ -134,9 +134,9 @@ def test_what_is_refused_and_why() -> None:
         ({"process": {"env": {}, "cwd": "/a\0b", "user": "", "entrypoint": [], "cmd": [],
                       "shell": []}}, "NUL"),
     ):  # fmt: skip
-        with pytest.raises((FormatError, BadInput), match=why):
+        with pytest.raises(FormatError, match=why):
             parse_environment(_changed(**fields))
-    with pytest.raises(BadInput, match="not a digest"):
+    with pytest.raises(FormatError, match="not a digest"):
         parse_environment(_changed(base="../../etc/passwd"))
 
 
@@ -146,7 +146,7 @@ FULL_JSON = EnvironmentManifest({"linux/amd64": FULL}).to_json()
 def test_text_that_is_no_unicode() -> None:
     escaped = FULL_JSON.replace(b'"X":"1"', b'"X":"\\ud800"')
     assert escaped != FULL_JSON
-    with pytest.raises(BadInput, match="not valid Unicode"):
+    with pytest.raises(FormatError, match="not valid Unicode"):
         parse_environment(escaped)
     with pytest.raises(BadInput, match="not valid Unicode"):
         EnvironmentManifest({"linux/amd64": FULL}, {"from": "argv \udcff"}).to_json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -12,13 +13,13 @@ from typing import BinaryIO
 
 import pytest
 
-from dsecfs.errors import Busy, DsecfsError, NotFound
+from dsecfs.errors import Busy, DsecfsError, FormatError, NotFound, StoreUnavailable
 from dsecfs.layers import leases
 from dsecfs.layers.catalog import Catalog
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.environment import Environment, EnvironmentManifest
 from dsecfs.layers.gc import GRACE_S, collect
-from dsecfs.layers.leases import DELETE, Lease, tombstone_key, verdict_key
+from dsecfs.layers.leases import DELETE, Lease, live_layers, tombstone_key, verdict_key
 from dsecfs.layers.names import parse_name
 from dsecfs.layers.publish import Meta, publish_source
 from dsecfs.layers.reach import reach
@@ -412,3 +413,71 @@ def test_the_grace_is_longer_than_any_publish() -> None:
     from dsecfs.layers.leases import MAX_PUBLISH_S
 
     assert GRACE_S > MAX_PUBLISH_S
+
+
+def test_a_removal_and_a_restoration_at_once_lose_nothing(tmp_path: Path) -> None:
+    """The whole of one between any two steps of the other: the ref is there, or in the trash."""
+    name = parse_name("base/a:1")
+
+    def remove(store: Store) -> None:
+        Catalog(store).remove_ref(name)
+
+    def restore(store: Store) -> None:
+        Catalog(store).restore_ref(name)
+
+    def there(store: Store) -> bool:
+        catalog = Catalog(store)
+        return name in [*catalog.ls(["base"]), *(removed for removed, _ in catalog.trash())]
+
+    for outer, inner, removed in ((remove, restore, False), (restore, remove, True)):
+        for at in range(100):
+            store = DirectoryStore(tmp_path / f"{outer.__name__}{at}", create=True)
+            publish(store, tmp_path, str(name), "a")
+            if removed:
+                remove(store)
+
+            def interlude(
+                store: DirectoryStore = store, inner: Callable[[Store], None] = inner
+            ) -> None:
+                with contextlib.suppress(NotFound):
+                    inner(store)
+
+            once = Once(at, interlude)
+            with contextlib.suppress(NotFound):
+                outer(Watched(store, once))
+            assert there(store), (outer.__name__, at)
+            if once.calls <= at:
+                break
+        else:
+            pytest.fail("it never ended")
+
+
+def test_a_lease_lists_only_what_the_store_has(store: DirectoryStore, tmp_path: Path) -> None:
+    layer = publish(store, tmp_path, "base/a:1", "a")
+    away = False
+
+    def before(operation: str) -> None:
+        if away and operation == "put_if_absent":
+            raise StoreUnavailable("the store is away")
+
+    with Lease(Watched(store, before), "node") as lease:
+        away = True
+        with pytest.raises(StoreUnavailable):
+            lease.add([layer])
+        away = False
+        lease.add([layer])  # not taken for listed already
+        assert layer in live_layers(store, time.time())
+
+
+def test_keys_of_others_are_errors_of_ours(store: DirectoryStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "base/a:1", "a")
+    store.put_if_absent("traces/ab", b"x")
+    age(store, 3)
+    with pytest.raises(FormatError, match="traces/ab: not the key of a trace"):
+        collect(store)
+    store.delete("traces/ab")
+    store.put_if_absent("channels/base/a/.c/stable/next", b"x")
+    with pytest.raises(FormatError, match="not an entry of a channel"):
+        collect(store)
+    with pytest.raises(FormatError, match="not an entry of a channel"):
+        Catalog(store).channel_set("base", "a", "stable", "1", actor="me", reason="test")
