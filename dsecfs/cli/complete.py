@@ -21,6 +21,13 @@ def complete_layer(incomplete: str) -> list[str]:
     return _names(LAYER_KINDS, incomplete)
 
 
+def complete_layer_or_env(incomplete: str) -> list[str]:
+    """Everything that has a name."""
+    from dsecfs.layers.names import KINDS
+
+    return _names(KINDS, incomplete)
+
+
 def _names(kinds: tuple[str, ...], incomplete: str) -> list[str]:
     from dsecfs.cli.session import session
     from dsecfs.errors import DsecfsError

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from dsecfs.cli.complete import complete_env, complete_layer
+from dsecfs.cli.complete import complete_env, complete_layer, complete_layer_or_env
 from dsecfs.cli.lazy import group
 from dsecfs.cli.output import (
     note,
@@ -23,7 +23,11 @@ from dsecfs.cli.output import (
 from dsecfs.cli.parse import layer_name, pairs
 from dsecfs.cli.session import session
 from dsecfs.errors import BadInput, Corrupt, NotFound
+from dsecfs.layers.digest import Digest
 from dsecfs.layers.names import LAYER_KINDS, Name
+
+if TYPE_CHECKING:
+    from dsecfs.layers.environment import Environment
 
 app = group()
 
@@ -292,55 +296,81 @@ def verify(layer: Annotated[str, LAYER]) -> None:
 
 @app.command()
 def optimize(
-    env: Annotated[
+    name: Annotated[
         str,
         typer.Argument(
-            help="The environment whose recorded runs count.",
-            metavar="ENV",
-            autocompletion=complete_env,
+            help="A layer, or an environment: then all its layers.",
+            metavar="NAME",
+            autocompletion=complete_layer_or_env,
         ),
     ],
     toolkits: Annotated[
-        list[str] | None, typer.Argument(help="Toolkits it ran with.", metavar="[+TOOLKIT]...")
+        list[str] | None,
+        typer.Argument(help="Toolkits on the environment.", metavar="[+TOOLKIT]..."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ENV",
+            help="Count recorded runs of this one, \"ENV +TOOLKIT\" with toolkits "
+            "(default: every environment that the layer is in).",
+            autocompletion=complete_env,
+        ),
     ] = None,
     platform: Annotated[str, typer.Option(help="Platform.")] = "",
 ) -> None:
-    """Store what recorded runs read first back to back (dsec run --record records)."""
+    """Put what recorded runs read into one object, so that it comes by few large reads.
+
+    dsec run --record records runs. Layers keep their digests; what nodes have stays valid.
+    """
     from dsecfs.cli.parse import only_toolkits
-    from dsecfs.layers.optimize import HotBlob
-    from dsecfs.layers.optimize import optimize as write_hot
-    from dsecfs.layers.profile import profile
+    from dsecfs.layers.profile import environments_with, optimize_runs
 
     node = session().node
-    environment = node.environment(env, only_toolkits(toolkits), platform)
-    with profile(node.store, environment) as found:
-        order = found.chunks()
-        blobs = {
-            ref.digest: HotBlob(ref, digests)
-            for head in found.heads
-            for ref, digests in zip(head.manifest.blobs, head.chunk_digests, strict=True)
-        }
+    found = node.catalog.resolve(name, ("env", *LAYER_KINDS))
+    environments = [_environment(text, platform) for text in env or ()]
+    layers: list[Digest] = []
+    if found.kind == "env":
+        environments = environments or [
+            node.environment(name, only_toolkits(toolkits), platform)
+        ]
+    else:
+        if toolkits:
+            raise BadInput(f"{name[:120]} is a layer", hint='say --env "ENV +TOOLKIT"')
+        layers.append(found.digest)
+        environments = environments or environments_with(
+            node.catalog, found.digest, platform or node.platform
+        )
     with progress() as bars:
-        bars.start(env, None)
-        last = 0
-
-        def advance(done: int, total: int) -> None:
-            nonlocal last
-            bars.advance(env, done - last)
-            last = done
-
-        done = write_hot(node.store, order, blobs, progress=advance)
+        done = optimize_runs(
+            node.store,
+            environments,
+            layers=layers,
+            kept=node.dirs.kept_traces,
+            progress=bars,
+        )
     show_record(
         {
-            "environment": env,
-            "runs": found.runs,
-            "hot_object": f"sha256:{done.object}" if done.object else None,
-            "chunks": done.chunks,
-            "stored": done.stored,
-            "blobs": done.blobs,
+            "name": name,
+            "runs": done.runs,
+            "environments": done.environments,
+            "hot_object": f"sha256:{done.written.object}" if done.written.object else None,
+            "chunks": done.written.chunks,
+            "stored": done.written.stored,
+            "blobs": done.written.blobs,
         },
         form={"stored": size_text},
     )
+
+
+def _environment(text: str, platform: str) -> Environment:
+    """What "ENV +TOOLKIT" means."""
+    from dsecfs.cli.parse import only_toolkits
+
+    words = text.split()
+    if not words:
+        raise BadInput("--env says nothing", hint="expected ENV, or ENV and +TOOLKIT")
+    return session().node.environment(words[0], only_toolkits(words[1:]), platform)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Heat: which files and bytes of an environment are read, from its access traces.
 
 Answers two questions: what does a start cost (files, bytes, chunks, share of the whole),
-and where do those bytes lie (by layer, by directory, by file).
+and where do those bytes lie (by layer, by directory, by file, by chunk).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsecfs.errors import BadInput, NotFound
+from dsecfs.layers.digest import Digest
 from dsecfs.layers.trace import Trace, TracedLayer, trace_chunks
 
 
@@ -29,24 +30,63 @@ class HeatFile:
 
 
 @dataclass(frozen=True, slots=True)
+class HeatBlob:
+    """The address space of a blob, chunk by chunk."""
+
+    digest: Digest
+    ranks: tuple[int | None, ...]
+    """For each chunk when it was first needed (0 is the first of all); None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeatLayer:
+    """What is read of one layer."""
+
+    total_files: int
+    total_bytes: int
+    blobs: tuple[HeatBlob, ...]
+    """Blobs that a layer above has, too, are counted there."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that hold what was read."""
+        return sum(rank is not None for blob in self.blobs for rank in blob.ranks)
+
+    @property
+    def total_chunks(self) -> int:
+        return sum(len(blob.ranks) for blob in self.blobs)
+
+
+@dataclass(frozen=True, slots=True)
 class Heat:
     """What traces say about an environment."""
 
     files: tuple[HeatFile, ...]
     """In order of first use."""
-    total_files: int
-    """Regular files of all layers."""
-    total_bytes: int
-    """Their bytes."""
-    chunks: int
-    """Chunks that hold what was read."""
+    layers: tuple[HeatLayer, ...]
+    """Top first."""
     chunk_bytes: int
-    """Uncompressed bytes of these: what a node fetches."""
+    """Uncompressed bytes of the chunks that hold what was read: what a node fetches."""
 
     @property
     def read(self) -> int:
         """Bytes read, each once."""
         return sum(f.read for f in self.files)
+
+    @property
+    def total_files(self) -> int:
+        """Regular files of all layers."""
+        return sum(layer.total_files for layer in self.layers)
+
+    @property
+    def total_bytes(self) -> int:
+        """Their bytes."""
+        return sum(layer.total_bytes for layer in self.layers)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that hold what was read."""
+        return sum(layer.chunks for layer in self.layers)
 
     def by_directory(self, depth: int) -> list[tuple[bytes, int, int]]:
         """(directory of at most `depth` components, files, bytes read), most bytes first."""
@@ -76,14 +116,17 @@ def heat(trace: Trace, layers_top_first: Sequence[TracedLayer]) -> Heat:
             if stat.S_ISREG(info.mode):
                 files.append(HeatFile(path, number, min(count, info.size), info.size, rank))
             break
-    total_files = total_bytes = 0
-    for layer in layers_top_first:
-        for _, info in layer.image.walk():
-            if stat.S_ISREG(info.mode):
-                total_files += 1
-                total_bytes += info.size
-    sizes = {blob.digest: blob.chunk_size for layer in layers_top_first for blob in layer.blobs}
     chunks = trace_chunks(trace.accesses, layers_top_first)
-    return Heat(
-        tuple(files), total_files, total_bytes, len(chunks), sum(sizes[b] for b, _ in chunks)
-    )
+    ranks = {chunk: rank for rank, chunk in enumerate(chunks)}
+    sizes: dict[Digest, int] = {}
+    layers = []
+    for layer in layers_top_first:
+        regular = [info.size for _, info in layer.image.walk() if stat.S_ISREG(info.mode)]
+        blobs = []
+        for ref in layer.blobs:
+            if ref.digest not in sizes:
+                sizes[ref.digest] = ref.chunk_size
+                marks = tuple(ranks.get((ref.digest, c)) for c in range(ref.chunks))
+                blobs.append(HeatBlob(ref.digest, marks))
+        layers.append(HeatLayer(len(regular), sum(regular), tuple(blobs)))
+    return Heat(tuple(files), tuple(layers), sum(sizes[blob] for blob, _ in chunks))

@@ -127,6 +127,17 @@ def test_a_second_run_replaces_the_order_and_keeps_the_first_layout_readable(
     assert layout.hot == tuple(c for _, c in second)
 
 
+def test_the_same_again_writes_nothing(store: DirectoryStore, head: LayerHead) -> None:
+    blob = head.manifest.blobs[0]
+    order = [(blob.digest, c) for c in (9, 3, 4, 5)]
+    first = optimize(store, order, hot_blobs(head))
+    before = {i.key for i in store.list("")}
+    assert optimize(store, order, hot_blobs(head)) == first
+    assert {i.key for i in store.list("")} == before
+    optimize(store, order[::-1], hot_blobs(head))
+    assert layout_sequences(store, blob.digest) == [1, 2, 3]
+
+
 def test_chunks_of_unknown_blobs_and_nothing_at_all_write_nothing(
     store: DirectoryStore, head: LayerHead
 ) -> None:
