@@ -14,12 +14,13 @@ until that file is unmounted, with no process in it. What must hold:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import mmap
 import os
 import queue
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -30,6 +31,7 @@ from dsecfs.kernel.syscalls import (
     CLONE_FS,
     CLONE_NEWNS,
     CLONE_NEWUSER,
+    CLONE_VM,
     MS_BIND,
     MS_NODEV,
     MS_NOEXEC,
@@ -37,6 +39,7 @@ from dsecfs.kernel.syscalls import (
     MS_PRIVATE,
     MS_REC,
     closing,
+    failed,
     mount,
     setns,
     umount,
@@ -48,6 +51,9 @@ T = TypeVar("T")
 
 CALL_S = 30.0
 """Longest wait for a call in a namespace thread: mounts take milliseconds."""
+_CHILD_STACK = 64 << 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 # -- threads in a namespace ----------------------------------------------------------------
@@ -224,34 +230,38 @@ class IdRange(NamedTuple):
 def user_namespace(ids: IdRange) -> int:
     """A descriptor of a new user namespace with that mapping, for id-mapped mounts.
 
-    A short-lived child makes it: a process with threads cannot enter one itself.
+    A process with threads cannot enter one itself, so a child makes it. The child shares our
+    memory and runs nothing but libc's sleep(3) on a stack of its own, with all signals blocked:
+    a child that ran Python could wait for a lock that another thread held when it was made.
     """
-    ready_r, ready_w = os.pipe2(os.O_CLOEXEC)
-    child = os.fork()
-    if child == 0:
-        # Between fork and _exit only system calls: other threads may have held locks.
-        try:
-            unshare(CLONE_NEWUSER)
-            os.write(ready_w, b"1")
-            time.sleep(CALL_S)
-        finally:
-            os._exit(1)
+    stack = mmap.mmap(-1, _CHILD_STACK)
+    top = ctypes.addressof(ctypes.c_char.from_buffer(stack)) + _CHILD_STACK
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        os.close(ready_w)
-        # The write end is closed by the child's death at the latest.
-        made = os.read(ready_r, 1)
-        if made != b"1":
-            raise MountError(
-                "make a user namespace: the kernel refused",
-                hint="check user.max_user_namespaces and kernel.unprivileged_userns_clone",
-            )
+        # It ends by itself if we are killed before we can kill it.
+        child = _libc.clone(
+            _libc.sleep,
+            ctypes.c_void_p(top),
+            CLONE_NEWUSER | CLONE_VM | signal.SIGCHLD,
+            ctypes.c_void_p(int(CALL_S)),
+        )
+        code = ctypes.get_errno()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    if child < 0:
+        raise failed(
+            "make a user namespace",
+            code,
+            hint="check user.max_user_namespaces and kernel.unprivileged_userns_clone",
+        )
+    try:
         line = f"0 {ids.start} {ids.size}"
         for name in ("uid_map", "gid_map"):
             _write_map(child, name, line)
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        os.close(ready_r)
         os.kill(child, signal.SIGKILL)
+        # Its stack is ours until it is gone.
         os.waitpid(child, 0)
 
 

@@ -2,7 +2,8 @@
 
 What must hold: `probe` leaves nothing behind; it tries things in a private mount namespace
 of a thread that ends. `quick_mode` costs under a millisecond and looks only at version
-numbers and /proc/filesystems; it never claims more than `probe` would.
+numbers and /proc/filesystems (and has the kernel load a module that is missing there); it
+never claims more than `probe` would.
 
 docs/kernels.md has the same facts as a table by kernel version.
 """
@@ -42,6 +43,8 @@ CgroupLayout = Literal["v2", "v1", "hybrid", "none"]
 
 EROFS_FILE_VERSION = (6, 12)
 """First Linux whose EROFS mounts plain files (CONFIG_EROFS_FS_BACKED_BY_FILE)."""
+LOOP_VERSION = (5, 19)
+"""First Linux whose EROFS can be id-mapped and whose overlayfs takes such layers."""
 OVERLAY_APPEND_VERSION = (6, 8)
 """First Linux whose overlayfs takes layers one by one (`lowerdir+`; overlayfs.rst)."""
 FUSE_RESEND_MINOR = 40
@@ -57,7 +60,9 @@ class KernelInfo:
     erofs_file: bool
     erofs_loop: bool
     erofs_idmap: bool
+    overlay: bool
     overlay_append: bool
+    """Overlayfs takes layers one by one (from 6.8), so that there can be hundreds."""
     overlay_detached: bool
     """Overlayfs takes layers that are attached nowhere (from 6.15)."""
     fuse_minor: int | None
@@ -70,10 +75,10 @@ class KernelInfo:
 
     def best_mode(self) -> Mode | None:
         """The fastest way of mounting that works here; None if none does."""
-        overlay = self.overlay_append and self.root
-        if self.erofs_file and overlay:
+        can = self.overlay and self.root and self.erofs_idmap
+        if self.erofs_file and can:
             return "kernel"
-        if self.erofs_loop and overlay:
+        if self.erofs_loop and can:
             return "loop"
         return "fuse" if self.fuse_minor is not None or os.path.exists("/dev/fuse") else None
 
@@ -92,19 +97,30 @@ def filesystems() -> frozenset[str]:
 
 
 def quick_mode() -> tuple[Mode, str]:
-    """The mode to use and the reason, without trying anything."""
+    """The mode to use and the reason, without trying any mount."""
     here = os.uname().release
     if os.geteuid() != 0:
         return "fuse", "not root: kernel mounts need root"
     known = filesystems()
-    missing = [name for name in ("erofs", "overlay") if name not in known]
+    missing = [n for n in ("erofs", "overlay") if n not in known and not _loads(n)]
     if missing:
-        return "fuse", f"Linux {here} has no {' and no '.join(missing)} loaded"
+        return "fuse", f"Linux {here} has no {' and no '.join(missing)}"
     if version() >= EROFS_FILE_VERSION:
         return "kernel", f"Linux {here} mounts EROFS from files"
-    if version() >= OVERLAY_APPEND_VERSION and os.path.exists("/dev/loop-control"):
-        return "loop", f"Linux {here} mounts EROFS from loop devices only (files from 6.12)"
-    return "fuse", f"Linux {here} is older than 6.8"
+    if version() < LOOP_VERSION:
+        return "fuse", f"Linux {here} is older than 5.19, it cannot shift owners of EROFS mounts"
+    if not os.path.exists("/dev/loop-control"):
+        return "fuse", f"Linux {here} mounts EROFS from block devices only, and has no loop driver"
+    return "loop", f"Linux {here} mounts EROFS from loop devices only (files from 6.12)"
+
+
+def _loads(fstype: str) -> bool:
+    """Whether the kernel knows a file system after all: asked for it, it loads the module."""
+    try:
+        FsContext(fstype, f"look for {fstype}").close()
+    except DsecfsError:
+        return False
+    return True
 
 
 def cgroup_layout() -> tuple[CgroupLayout, tuple[str, ...]]:
@@ -155,6 +171,7 @@ def probe(scratch: Path = Path("/var/tmp")) -> KernelInfo:
         erofs_file=found.get("erofs_file", False),
         erofs_loop=found.get("erofs_loop", False),
         erofs_idmap=found.get("erofs_idmap", False),
+        overlay=found.get("overlay", False),
         overlay_append=found.get("overlay_append", False),
         overlay_detached=found.get("overlay_detached", False),
         fuse_minor=fuse_minor,
@@ -236,19 +253,25 @@ def _try_overlay(lower: int, place: Path, found: dict[str, bool], reasons: dict[
     second = place / "lower"
     second.mkdir()
 
-    def overlay(first: str) -> None:
-        with FsContext("overlay", "mount overlay layer by layer") as fs:
-            fs.set("lowerdir+", first)
-            fs.set("lowerdir+", second)
+    def overlay(first: str, *, one_by_one: bool = True) -> None:
+        with (
+            closing(os.open(second, os.O_PATH | os.O_CLOEXEC)) as other,
+            FsContext("overlay", "mount overlay") as fs,
+        ):
+            lowers = [first, f"/proc/self/fd/{other}"]
+            for name in lowers if one_by_one else [":".join(lowers)]:
+                fs.set("lowerdir+" if one_by_one else "lowerdir", name)
             os.close(fs.mount())
 
-    _attempt(
-        "overlay_detached", "detached", found, reasons, lambda: overlay(f"/proc/self/fd/{lower}")
-    )
+    here = f"/proc/self/fd/{lower}"
+    _attempt("overlay_detached", "detached", found, reasons, lambda: overlay(here))
     attached = place / "attached"
     attached.mkdir()
     move_mount(lower, attached)
-    _attempt("overlay_append", "kernel", found, reasons, lambda: overlay(str(attached)))
+    _attempt("overlay_append", "append", found, reasons, lambda: overlay(here))
+    _attempt("overlay", "kernel", found, reasons, lambda: overlay(here, one_by_one=False))
+    if "kernel" in reasons and not found["overlay"]:
+        reasons.setdefault("loop", reasons["kernel"])
     umount(attached, detach=True)
 
 

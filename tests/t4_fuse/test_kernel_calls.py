@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -267,7 +268,8 @@ def test_the_probe_finds_what_the_quick_look_claims(place: Path) -> None:
     assert info.best_mode() == mode, (info.reasons, reason)
     assert info.root and info.release == os.uname().release
     if mode == "kernel":
-        assert info.erofs_file and info.erofs_idmap and info.overlay_append
+        assert info.erofs_file and info.erofs_idmap and info.overlay
+        assert info.overlay_append == (probing.version() >= probing.OVERLAY_APPEND_VERSION)
         assert "kernel" not in info.reasons
     if os.path.exists("/dev/fuse"):
         assert info.fuse_minor is not None and info.fuse_minor >= 31
@@ -284,16 +286,59 @@ def test_quick_mode_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
         ((6, 18), "kernel"),
         ((6, 12), "kernel"),
         ((6, 11), "loop"),
-        ((6, 8), "loop"),
-        ((6, 7), "fuse"),
+        ((5, 19), "loop"),
+        ((5, 18), "fuse"),
         ((5, 10), "fuse"),
     ):
         monkeypatch.setattr(probing, "version", lambda version=version: version)
         assert probing.quick_mode()[0] == mode, version
-    monkeypatch.setattr(probing, "filesystems", lambda: frozenset({"overlay"}))
-    assert probing.quick_mode()[0] == "fuse" and "no erofs" in probing.quick_mode()[1]
+    monkeypatch.setattr(probing.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(probing, "version", lambda: (6, 1))
+    assert probing.quick_mode()[0] == "fuse" and "loop driver" in probing.quick_mode()[1]
     monkeypatch.setattr(probing.os, "geteuid", lambda: 1000)
     assert probing.quick_mode()[0] == "fuse" and "root" in probing.quick_mode()[1]
+
+
+@needs_erofs
+def test_a_file_system_that_is_not_loaded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for a file system, the kernel loads its module; only then it is missing."""
+    best = probing.quick_mode()
+    monkeypatch.setattr(probing, "filesystems", lambda: frozenset({"tmpfs"}))
+    assert probing.quick_mode() == best
+
+    def ask(fstype: str, what: str) -> FsContext:
+        return FsContext("nosuchfs" if fstype == "erofs" else fstype, what)
+
+    monkeypatch.setattr(probing, "FsContext", ask)
+    mode, why = probing.quick_mode()
+    assert mode == "fuse" and why.endswith("has no erofs")
+
+
+@root_only
+def test_user_namespaces_in_a_process_with_busy_threads() -> None:
+    stop = threading.Event()
+    threads = [threading.Thread(target=lambda: sum(iter(stop.is_set, True))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(5):
+            with closing(user_namespace(IdRange(1 << 29, 100 + number))) as fd:
+                assert os.readlink(f"/proc/self/fd/{fd}").startswith("user:")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(10)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@root_only
+def test_a_range_that_cannot_be_mapped_leaves_no_child() -> None:
+    with pytest.raises(MountError, match="uid_map"):
+        user_namespace(IdRange(0xFFFFFFFF, 10))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 # -- locks -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import stat
@@ -13,6 +14,7 @@ import pytest
 
 from dsecfs.cache.blob import pins
 from dsecfs.errors import BadInput, Busy, Conflict, MountError, NotFound
+from dsecfs.kernel.mountinfo import mounts_here
 from dsecfs.kernel.namespaces import IdRange, is_pinned, user_namespace
 from dsecfs.kernel.syscalls import closing, mount, open_tree, umount
 from dsecfs.layers.local import LocalLayer
@@ -357,8 +359,49 @@ def test_layers_can_be_attached_for_older_kernels(here: Node) -> None:
         os.close(fd)
     with closing(tree):
         assert names_in(tree) == ["a", "b"]
-    assert os.listdir(attach) == []
+    assert not attach.exists()
     assert here.mounts() == []
+
+
+@pytest.mark.parametrize("release", [(5, 19), (6, 8)])
+def test_overlays_of_older_kernels(
+    here: Node, mounts: LayerMounts, monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]
+) -> None:
+    """Attached layers; before 6.8 all in one option, with no character to escape in it."""
+    monkeypatch.setattr("dsecfs.mount.overlay.version", lambda: release)
+    target, upper = here.place / "a:b,c\\d", here.place / "u:p,\\"
+    target.mkdir()
+    layers = [here.layer({f"f{n}": HELLO, "all": b"%d" % n}) for n in range(12)]
+    layers[0] = here.layer({"f11": None, "all": b"top"})
+    for up in (None, upper):
+        mount_env(here.dirs, layers, target, upper=up, mounts=mounts)
+        assert sorted(os.listdir(target)) == sorted(["all", *(f"f{n}" for n in range(1, 11))])
+        assert (target / "all").read_bytes() == b"top"
+        assert (target / "f7").read_bytes() == HELLO
+        found = [m for m in mounts_here() if m.point == target]
+        assert len(found) == 1 and ("ro" in found[0].options.split(",")) == (up is None)
+        assert {"nosuid", "nodev"} <= set(found[0].options.split(","))
+        if up is not None:
+            (target / "f7").write_bytes(b"new")
+        umount_env(here.dirs, target, mounts=mounts)
+    assert (upper / "upper" / "f7").read_bytes() == b"new"
+    assert here.mounts() == [str(here.dirs.run / "ns"), str(here.dirs.run / "ns" / "layers")]
+    assert [n for n in os.listdir(here.dirs.run / "mounts") if n.endswith("attach")] == []
+
+
+def test_too_many_layers_for_an_older_kernel(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsecfs.mount.overlay.version", lambda: (6, 1))
+    layer = here.layer({"a": b"1"})
+    with contextlib.ExitStack() as stack:
+        devices = [here.dirs.fs / "blobs" / b.digest for b in layer.blobs]
+        first = stack.enter_context(closing(erofs_mount(layer.meta_path, devices)))
+        rest = [stack.enter_context(closing(open_tree("", at=first))) for _ in range(260)]
+        with pytest.raises(MountError, match="260 layers do not fit"):
+            overlay_root(rest, None, what="test", attach=here.place / "attach")
+    assert here.mounts() == []
+    assert not (here.place / "attach").exists()
 
 
 def test_device_nodes_of_an_image_are_no_devices_here(here: Node, mounts: LayerMounts) -> None:
