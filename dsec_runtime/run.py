@@ -330,6 +330,7 @@ def run_container(
     """
     with Runner(dirs, mode=mode, mounts=mounts) as runner:
         runner.recover()
+        _check(spec)  # a terminal that is none cannot be kept
         with terminal_kept(spec.tty, spec.stdin), forwarding() as forward:
             running = runner.start(spec)
             forward(running)

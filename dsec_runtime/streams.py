@@ -4,14 +4,15 @@ crun gives what it gets as standard streams to the container's root (fchown), so
 /dev/stdout can be opened inside. That is right for pipes of ours and wrong for a file of the
 caller (`dsec run … > out.txt`): its owner must not change. So files go through a pipe.
 
-What must hold: bytes arrive complete and in order before `finish` returns; a container that
-does not read its input, or ended, keeps no thread waiting.
+What must hold: bytes arrive complete and in order before `finish` returns, behind what others
+write to the same open file; a container that does not read its input, or ended, keeps no
+thread waiting. So no splice(2) to files: it takes the file's position before it waits for the
+pipe and puts it back afterwards, over whatever was written meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import subprocess
@@ -36,15 +37,19 @@ class Streams:
         self._inputs: list[tuple[int, int]] = []
         self._outputs: list[tuple[int, int]] = []
         self._threads: list[threading.Thread] = []
-        relayed: dict[int, int] = {}
+        relayed: dict[tuple[int, int], int] = {}
         try:
             for number, stream in enumerate(given):
                 fd = number if stream is None else stream
                 if not _is_file(fd):
                     self.fds.append(fd)
-                elif fd in relayed and number != 0:
+                    _give(fd, uid)
+                    continue
+                found = os.fstat(fd)
+                file = (found.st_dev, found.st_ino)
+                if file in relayed and number != 0:
                     # Standard output and error to one file stay in order.
-                    self.fds.append(relayed[fd])
+                    self.fds.append(relayed[file])
                 else:
                     read, write = os.pipe2(os.O_CLOEXEC)
                     theirs = read if number == 0 else write
@@ -54,7 +59,7 @@ class Streams:
                         self._inputs.append((fd, write))
                     else:
                         self._outputs.append((read, fd))
-                        relayed[fd] = write
+                        relayed[file] = write
                 _give(self.fds[-1], uid)
         except BaseException:
             self.abandon()
@@ -133,12 +138,6 @@ def _drain(source: int, target: int) -> None:
 
 def _move(source: int, target: int) -> int:
     """Move some bytes; 0 at the end."""
-    try:
-        return os.splice(source, target, _CHUNK)
-    except OSError as e:
-        # Files opened for appending, and some file systems, cannot be spliced to.
-        if e.errno != errno.EINVAL:
-            raise
     data = os.read(source, _CHUNK)
     view = memoryview(data)
     while view:

@@ -108,6 +108,23 @@ def test_standard_input_is_passed_on_when_asked_for(dsec: Dsec) -> None:
         assert done.stdout == expected
 
 
+def test_output_to_a_file_that_others_write_to_is_complete_and_in_order(dsec: Dsec) -> None:
+    script = "echo out; echo err >&2; echo more"
+    with (dsec.place / "log").open("wb", buffering=0) as log:
+        for _ in range(5):
+            log.write(b"before\n")
+            subprocess.run(
+                [sys.executable, "-m", "dsecfs.cli.main", "run", "box:1", "--", "sh", "-c", script],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=60,
+                check=True,
+            )
+            log.write(b"after\n")
+    assert (dsec.place / "log").read_text() == "before\nout\nerr\nmore\nafter\n" * 5
+
+
 def test_a_terminal(dsec: Dsec) -> None:
     ours, theirs = pty.openpty()
     try:
@@ -153,15 +170,16 @@ def test_an_interrupt_reaches_the_program(dsec: Dsec) -> None:
 
 
 def test_what_is_recorded_is_prefetched_on_an_empty_node(dsec: Dsec) -> None:
-    said = dsec("run", "--record", "box:1", "+greet:1", "--", "greet", "x")
+    dsec("env", "create", "my/greet:1", "box:1", "+greet:1")
+    said = dsec("run", "--record", "my/greet:1", "--", "greet", "x")
     assert said.out == "hello x\n" and "recorded" in said.error
-    heat = dsec("env", "heat", "box:1", "+greet:1").json
+    heat = dsec("env", "heat", "my/greet:1").json
     assert {f["path"] for f in heat["read"]} >= {"/bin/busybox", "/opt/greet/bin/greet"}
-    assert dsec("layer", "optimize", "box:1", "+greet:1").json["chunks"] == heat["chunks"]
+    assert dsec("layer", "optimize", "my/greet:1").json["chunks"] == heat["chunks"]
     dsec("fs", "stop")
     shutil.rmtree(dsec.place / "data")
     report = dsec.place / "report.json"
-    dsec("run", "--report", str(report), "box:1", "+greet:1", "--", "greet", "x")
+    dsec("run", "--report", str(report), "my/greet:1", "--", "greet", "x")
     found = json.loads(report.read_text())
     assert found["exit_code"] == 0 and found["cache"]["chunks_fetched"] > 0
     assert {"names and layers", "overlay", "run"} <= set(found["seconds"])
