@@ -129,8 +129,10 @@ def test_a_terminal(dsec: Dsec) -> None:
     ours, theirs = pty.openpty()
     try:
         child = subprocess.Popen(
-            [sys.executable, "-m", "dsecfs.cli.main", "run", "box:1", "-it", "--"]
-            + ["sh", "-c", "test -t 0 && test -t 1 && echo a terminal"],
+            [
+                *(sys.executable, "-m", "dsecfs.cli.main", "run", "box:1", "-it", "--"),
+                *("sh", "-c", "test -t 0 && test -t 1 && echo a terminal"),
+            ],
             stdin=theirs,
             stdout=theirs,
             stderr=subprocess.PIPE,
