@@ -1,4 +1,4 @@
-"""What is fetched: a blob as the fetcher sees it, one chunk on its way, and decompression."""
+"""What is fetched: a blob as the fetcher sees it, and one chunk on its way."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-import lz4.block
-import zstandard
-
 from dsecfs.cache.blob import BlobFiles
 from dsecfs.cache.layouts import Places
 from dsecfs.errors import CacheError, DsecfsError
 from dsecfs.layers.digest import DIGEST_LEN, Digest
-from dsecfs.layers.layout import LZ4, RAW, ZSTD, Place
+from dsecfs.layers.layout import Place
 from dsecfs.store.base import Priority
 
 Listener = Callable[["Fetch", bytes | None, DsecfsError | None], None]
@@ -118,26 +115,6 @@ def follows(before: Fetch, fetch: Fetch) -> bool:
     a, b = before.place, fetch.place
     assert a is not None and b is not None
     return b.offset in (a.offset, a.offset + a.stored)
-
-
-def decompress(stored: memoryview, codec: int, length: int) -> bytes | None:
-    """The `length` bytes of a stored chunk; None if it is not one. Memory is bounded by
-    `length` whatever the bytes say."""
-    try:
-        if codec == RAW:
-            return bytes(stored) if len(stored) == length else None
-        if codec == LZ4:
-            data: bytes = lz4.block.decompress(stored, uncompressed_size=length)
-        elif codec == ZSTD:
-            # A frame that states no size could ask for a window of any size.
-            if zstandard.frame_content_size(stored) != length:
-                return None
-            data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=length)
-        else:
-            return None
-    except (lz4.block.LZ4BlockError, zstandard.ZstdError):
-        return None
-    return data if len(data) == length else None
 
 
 def closed() -> CacheError:

@@ -33,7 +33,6 @@ from dsecfs.cache.fetch import (
     Room,
     bug,
     closed,
-    decompress,
     follows,
 )
 from dsecfs.cache.keep import Keeper
@@ -41,6 +40,7 @@ from dsecfs.cache.layouts import Places, local_layout, newest_layout
 from dsecfs.cache.pool import Pool
 from dsecfs.cache.stats import Stats
 from dsecfs.errors import CacheError, Corrupt, DsecfsError, NotFound, ShortRead
+from dsecfs.layers.codec import decompress
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.layout import ZERO
 from dsecfs.nodedirs import NodeDirs

@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, Self
-
-import lz4.block
-import zstandard
+from typing import NamedTuple, Protocol, Self
 
 from dsecfs.errors import BadInput, FormatError
+from dsecfs.layers.codec import Buffer, Codec, compress
 from dsecfs.layers.digest import (
     DEFAULT_CHUNK_SIZE,
     DIGEST_LEN,
@@ -35,13 +32,11 @@ from dsecfs.layers.digest import (
     check_chunk_size,
     sha256,
 )
-from dsecfs.layers.layout import LZ4, RAW, ZERO, ZSTD, Layout, Place
+from dsecfs.layers.layout import ZERO, Layout, Place
 from dsecfs.layers.manifest import BlobRef
 from dsecfs.layers.sources.base import PIECE, ByteStream, Segment
 from dsecfs.layers.tree import BLOCK, Extent
 from dsecfs.store.base import object_key
-
-Codec = Literal["lz4", "zstd", "raw"]
 
 SMALL = 4 << 20
 """Files up to this many bytes are read whole before they are placed, to find equal ones."""
@@ -54,10 +49,6 @@ MAX_REMEMBERED = 1 << 20
 
 _QUEUE = 8 << 20
 """Bytes of chunks that wait for a worker or for their place."""
-
-_ZSTD_LEVEL = 3
-
-Buffer = bytes | bytearray | memoryview
 
 
 class ContentStore(Protocol):
@@ -295,29 +286,13 @@ class _Packer:
         self._codec = codec
         self._zeros = hashlib.sha256(bytes(chunk_size)).digest()
         self._chunk_size = chunk_size
-        self._local = threading.local()
 
     def pack(self, chunk: Buffer) -> _Packed:
         digest = hashlib.sha256(chunk).digest()
         full = len(chunk) == self._chunk_size
         if digest == self._zeros if full else not any(chunk):
             return _Packed(digest, ZERO, b"")
-        stored: Buffer = chunk
-        codec = RAW
-        if self._codec == "lz4":
-            stored, codec = lz4.block.compress(chunk, store_size=False), LZ4
-        elif self._codec == "zstd":
-            stored, codec = self._zstd().compress(chunk), ZSTD
-        if len(stored) >= len(chunk):
-            stored, codec = chunk, RAW
-        return _Packed(digest, codec, stored)
-
-    def _zstd(self) -> zstandard.ZstdCompressor:
-        """A compressor of this thread; one cannot be shared."""
-        found: zstandard.ZstdCompressor | None = getattr(self._local, "zstd", None)
-        if found is None:
-            found = self._local.zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
-        return found
+        return _Packed(digest, *compress(chunk, self._codec))
 
 
 class _Objects:

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dsecfs.cache.fetch import decompress
 from dsecfs.errors import Corrupt
+from dsecfs.layers.codec import decompress
 from dsecfs.layers.digest import DIGEST_LEN, Digest
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.head import LayerHead, decode_head
@@ -76,7 +76,7 @@ class LayerContent:
     def unpack(self, blob: int, chunk: int, stored: bytes | memoryview, codec: int) -> bytes:
         """The bytes of a chunk from what the store has of it. Corrupt if they are not it."""
         length = self.chunk_length(blob, chunk)
-        raw = bytes(length) if codec == ZERO else decompress(memoryview(stored), codec, length)
+        raw = decompress(stored, codec, length)
         if raw is None or hashlib.sha256(raw).digest() != self.chunk_digest(blob, chunk):
             name = self.head.manifest.blobs[blob].digest
             raise Corrupt(

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dsecfs.cache.fetch import decompress
 from dsecfs.errors import Conflict, Corrupt
+from dsecfs.layers.codec import decompress
 from dsecfs.layers.digest import DIGEST_LEN, Digest
 from dsecfs.layers.layout import ZERO, Layout, Place, encode_layout
 from dsecfs.layers.leases import Lease

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dsecfs.errors import BadInput, Conflict, FormatError, NotFound
-from dsecfs.layers.blobwriter import BlobResult, BlobWriter, Codec
+from dsecfs.layers.blobwriter import BlobResult, BlobWriter
 from dsecfs.layers.catalog import Catalog
+from dsecfs.layers.codec import Codec
 from dsecfs.layers.digest import DEFAULT_CHUNK_SIZE, Digest
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.head import MAX_EROFS, LayerHead, decode_head, encode_head, make_head
