@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -311,64 +312,29 @@ def _contents(
 def heat(
     env: Annotated[str, ENV],
     toolkits: Annotated[list[str] | None, TOOLKITS] = None,
-    depth: Annotated[int, typer.Option(help="Directories above each other to tell apart.")] = 3,
+    depth: Annotated[
+        int, typer.Option(min=1, help="Directories above each other to tell apart.")
+    ] = 3,
     files: Annotated[bool, typer.Option("--files", help="Every file instead.")] = False,
+    svg: Annotated[str, typer.Option(metavar="FILE", help="Draw it instead.")] = "",
     platform: Annotated[str, PLATFORM] = "",
 ) -> None:
     """Show which files and bytes recorded runs read (dsec run --record records)."""
+    from dsecfs.cli.heat import show_heat
+    from dsecfs.layers.heatplot import heat_svg
     from dsecfs.layers.profile import profile
 
     node = session().node
     made = node.environment(env, only_toolkits(toolkits), platform)
     labels = _labels(made)[::-1]
-    with profile(node.store, made) as found:
+    with profile(node.store, made, node.dirs.kept_traces) as found:
         report = found.heat()
-    if session().as_json:
-        show_record(
-            {
-                "runs": found.runs,
-                "files_read": len(report.files),
-                "files": report.total_files,
-                "bytes_read": report.read,
-                "bytes": report.total_bytes,
-                "chunks": report.chunks,
-                "chunk_bytes": report.chunk_bytes,
-                "read": [
-                    {
-                        "path": "/" + path_text(f.path),
-                        "layer": labels[f.layer],
-                        "read": f.read,
-                        "size": f.size,
-                    }
-                    for f in report.files
-                ],
-            }
-        )
+    if not svg:
+        show_heat(found.runs, report, labels, depth=depth, files=files)
         return
-    print(
-        f"{found.runs} runs read {len(report.files)} of {report.total_files} files, "
-        f"{size_text(report.read)} of {size_text(report.total_bytes)}, in "
-        f"{report.chunks} chunks of {size_text(report.chunk_bytes)} in all"
-    )
-    sizes = {"read": size_text, "size": size_text}
-    if files:
-        rows: list[dict[str, Any]] = [
-            {
-                "path": "/" + path_text(f.path),
-                "layer": labels[f.layer],
-                "read": f.read,
-                "size": f.size,
-            }
-            for f in report.files
-        ]
-        columns = {"path": "in order of first use", "layer": "layer", "read": "read"}
-        show_rows(rows, columns | {"size": "of"}, form=sizes)
-        return
-    rows = [
-        {"path": "/" + path_text(path), "files": count, "read": read}
-        for path, count, read in report.by_directory(max(depth, 1))
-    ]
-    show_rows(rows, {"path": "directory", "files": "files", "read": "read"}, form=sizes)
+    title = f"What {found.runs} runs of {' +'.join((env, *only_toolkits(toolkits)))} read"
+    Path(svg).write_text(heat_svg(report, labels, title, depth=depth), encoding="utf-8")
+    show_record({"file": svg, "runs": found.runs, "chunks": report.chunks})
 
 
 @app.command()
@@ -378,40 +344,30 @@ def traces(
     push: Annotated[
         bool, typer.Option("--push", help="Store those that only this node has.")
     ] = False,
+    rm: Annotated[
+        list[str] | None,
+        typer.Option("--rm", metavar="TRACE", help='Remove this one; "all" for all of them.'),
+    ] = None,
     platform: Annotated[str, PLATFORM] = "",
 ) -> None:
     """List recorded runs of an environment; prefetching goes by the newest ones."""
-    from dsecfs.layers.trace import list_traces, read_trace, save_trace
+    from dsecfs.cli.heat import push_traces, remove_traces, trace_rows
 
     node = session().node
-    made = node.environment(env, only_toolkits(toolkits), platform)
+    digest = node.environment(env, only_toolkits(toolkits), platform).digest
     kept = node.dirs.kept_traces
     if push:
-        for stored in list_traces(node.store, made.digest, kept):
-            if stored.file is not None:
-                save_trace(node.store, read_trace(node.store, made.digest, stored))
-                stored.file.unlink(missing_ok=True)
-    rows: list[dict[str, Any]] = []
-    for stored in list_traces(node.store, made.digest, kept):
-        trace = read_trace(node.store, made.digest, stored)
-        rows.append(
-            {
-                "trace": stored.name,
-                "recorded": stored.mtime,
-                "files": len({a.path for a in trace.accesses}),
-                "bytes": trace.total,
-                "in_store": stored.file is None,
-            }
-        )
+        push_traces(node.store, digest, kept)
+    for name in rm or ():
+        remove_traces(node.store, digest, kept, name)
+    rows = trace_rows(node.store, digest, kept)
+    columns = {"trace": "trace", "recorded": "recorded", "files": "files", "bytes": "read"}
+    columns["in_store"] = "in the store"
+    if any(row["damage"] for row in rows):
+        columns["damage"] = "damage"
     show_rows(
         rows,
-        {
-            "trace": "trace",
-            "recorded": "recorded",
-            "files": "files",
-            "bytes": "read",
-            "in_store": "in the store",
-        },
+        columns,
         empty="no run was recorded; dsec run --record records one",
         form={"trace": lambda t: t[:12], "recorded": time_text, "bytes": size_text},
     )

@@ -52,15 +52,21 @@ def heat_svg(heat: Heat, labels: Sequence[str], title: str, *, depth: int = 3) -
         text(_LEFT, y + 12, f"{label}: {layer.chunks} of {layer.total_chunks} chunks", "head")
         y += 20
         for blob in layer.blobs:
-            for chunk, rank in enumerate(blob.ranks):
-                x = _LEFT + chunk % _COLUMNS * _CELL
-                line = y + chunk // _COLUMNS * _CELL
-                colour = "#e8e8e8" if rank is None else _colour(rank / last)
-                said = "not read" if rank is None else f"needed as number {rank + 1}"
+            for row in range(0, len(blob.ranks), _COLUMNS):
+                line = y + row // _COLUMNS * _CELL
+                width = min(_COLUMNS, len(blob.ranks) - row) * _CELL - 1
                 body.append(
-                    f'<rect x="{x}" y="{line:g}" width="{_CELL - 1}" height="{_CELL - 1}" '
-                    f'fill="{colour}"><title>chunk {chunk}: {said}</title></rect>'
+                    f'<rect x="{_LEFT}" y="{line:g}" width="{width}" height="{_CELL - 1}" '
+                    f'fill="#ececec"/>'
                 )
+                for chunk, rank in enumerate(blob.ranks[row : row + _COLUMNS]):
+                    if rank is not None:
+                        body.append(
+                            f'<rect x="{_LEFT + chunk * _CELL}" y="{line:g}" '
+                            f'width="{_CELL - 1}" height="{_CELL - 1}" '
+                            f'fill="{_colour(rank / last)}"><title>chunk {row + chunk}, needed '
+                            f"as number {rank + 1}</title></rect>"
+                        )
             y += -(-len(blob.ranks) // _COLUMNS) * _CELL + 8
     text(_LEFT, y + 12, "first to last needed:")
     for i in range(60):
@@ -77,7 +83,8 @@ def heat_svg(heat: Heat, labels: Sequence[str], title: str, *, depth: int = 3) -
             f'<rect x="{_LEFT}" y="{y:g}" width="{width:.1f}" height="12" fill="#4878a8"/>'
         )
         name = "/" + path.decode("utf-8", "replace")
-        text(_LEFT + width + 8, y + 10, f"{name}  {_mb(read)}, {count} files")
+        files = "1 file" if count == 1 else f"{count} files"
+        text(_LEFT + width + 8, y + 10, f"{name}  {_mb(read)}, {files}")
         y += 18
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 16:g}" '
@@ -98,7 +105,7 @@ def _colour(share: float) -> str:
 
 
 def _mb(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"
 
 
 def _clean(words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -13,7 +14,8 @@ from dsecfs.errors import Corrupt
 from dsecfs.layers.digest import Digest, sha256
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.head import LayerHead
-from dsecfs.layers.heat import heat
+from dsecfs.layers.heat import HeatBlob, HeatLayer, heat
+from dsecfs.layers.heatplot import LEVELS, heat_svg, strip
 from dsecfs.layers.local import LocalLayers
 from dsecfs.layers.names import parse_name
 from dsecfs.layers.optimize import HotBlob, optimize
@@ -35,6 +37,7 @@ from dsecfs.store.faults import CountingStore
 
 CHUNK = 65536
 FILES = 40
+ENV = sha256(b"an environment")
 
 
 @pytest.fixture
@@ -171,10 +174,34 @@ def test_heat_counts_files_bytes_and_chunks(head: LayerHead) -> None:
     assert report.by_directory(1) == [(b"", 13, report.read)]
 
 
+def test_heat_by_layer_and_as_pictures(head: LayerHead) -> None:
+    images = [TracedLayer(head.manifest.blobs, ErofsImage(head.erofs)) for _ in range(2)]
+    trace = Trace(ENV, tuple(accesses()))
+    report = heat(trace, images)
+    top, below = report.layers
+    order = trace_chunks(accesses(), images)
+    assert [rank for rank in top.blobs[0].ranks if rank is not None] == [
+        order.index((top.blobs[0].digest, c))
+        for c, rank in enumerate(top.blobs[0].ranks)
+        if rank is not None
+    ]
+    assert top.chunks == report.chunks == len(order)
+    assert below.blobs == () and below.chunks == 0, "a blob counts once"
+    assert top.total_chunks == head.manifest.blobs[0].chunks
+    line = strip(top, 40)
+    assert len(line) == 40 and " " in line and set(line) <= set(LEVELS)
+    assert strip(HeatLayer(0, 0, ()), 40) == ""
+    whole = strip(HeatLayer(1, 1, (HeatBlob(ENV, (0, 1, 2, None, None)),)), 2)
+    assert whole == "█▂"
+    picture = ElementTree.fromstring(heat_svg(report, ["a <&> b\x00", "c"], "t\udcff"))
+    space = "{http://www.w3.org/2000/svg}"
+    drawn = [r for r in picture.iter(f"{space}rect") if r.find(f"{space}title") is not None]
+    assert len(drawn) == report.chunks
+    words = [t.text for t in picture.iter(f"{space}text")]
+    assert f"a <&> b\ufffd: {top.chunks} of {top.total_chunks} chunks" in words
+
+
 # -- what a mount is warmed with ------------------------------------------------------------
-
-ENV = sha256(b"an environment")
-
 
 def warm(store: DirectoryStore, head: LayerHead, root: Path) -> tuple[list[int], int, int]:
     """Chunks of the plan, requests for objects, and bytes of these, on an empty node."""
