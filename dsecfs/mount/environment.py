@@ -29,7 +29,8 @@ from dsecfs.kernel.syscalls import (
 from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.local import LocalLayer
 from dsecfs.locks import Claim, read_claim
-from dsecfs.mount.layers import Holder, LayerMounts
+from dsecfs.mount.holders import Holder
+from dsecfs.mount.layers import LayerMounts
 from dsecfs.mount.overlay import UPPER, WORK, needs_attached_layers, overlay_root
 from dsecfs.nodedirs import NodeDirs
 

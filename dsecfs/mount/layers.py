@@ -13,8 +13,7 @@ What must hold:
 - EROFS opens its devices at mount. So when every blob of a layer has become whole and
   verified on this node, the layer gets a new *generation* that reads the cache files
   themselves; it is what new holders get, the old one drains and goes with its last holder;
-- a holder lives as long as the record it names exists: whoever removes the record has
-  released its layers before, or `recover` does it later. No process id is believed;
+- a holder lives as long as the record it names exists (holders.py);
 - the newest generation stays mounted without holders (its page cache is what makes the next
   start fast) until `trim` takes it;
 - a generation's directory exists before its mount and its pins, and goes after them: a crash
@@ -32,8 +31,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dsecfs.errors import BadInput, Busy
 from dsecfs.kernel.mountinfo import mounts_here
@@ -50,24 +50,20 @@ from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.local import LocalLayer
 from dsecfs.locks import locked_file
 from dsecfs.mount.erofs import LOCAL_READ_AHEAD_KIB, READ_AHEAD_KIB, erofs_mount
+from dsecfs.mount.holders import Holder, add_holder, drop_holder, holders, stale_holders
 from dsecfs.mount.overlay import clone_mounts, needs_attached_layers, overlay_root
 from dsecfs.nodedirs import NodeDirs
 
-RECORD_FORMAT = 1
+if TYPE_CHECKING:
+    from dsecfs.mount.trees import RootTrees
+
+RECORD_FORMAT = 2
 UPGRADE_CHECK_S = 5.0
 """How often at most it is looked whether a layer's blobs have become whole."""
 IDLE_KEPT = 128
 """Layers without holders that stay mounted."""
 
-_HOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}\Z")
 _GENERATION = re.compile(r"[0-9]{8}\Z")
-
-
-class Holder(NamedTuple):
-    """Who uses a layer. `name` is unique on the node; `record` exists as long as it does."""
-
-    name: str
-    record: Path
 
 
 class Recovered(NamedTuple):
@@ -89,6 +85,8 @@ class _Record:
     """Made for one holder (recording a trace); nobody else gets it."""
     blobs: list[str]
     """Digests of blobs that may carry a pin of this generation."""
+    mode: Mode
+    """How it is mounted. Who asks for another mode gets another generation."""
     fuse: int
     """Mount id of the FUSE file system its devices are on; 0 if it uses none. The id cannot
     come back while EROFS has those files open."""
@@ -136,6 +134,13 @@ class LayerMounts:
         self._starting = threading.Lock()
         self._looked: dict[Digest, float] = {}
 
+    @cached_property
+    def trees(self) -> RootTrees:
+        """Roots of containers in FUSE mode, where no layer is mounted."""
+        from dsecfs.mount.trees import RootTrees
+
+        return RootTrees(self._dirs)
+
     @property
     def namespace(self) -> Path:
         """Where the namespace with the mounts is pinned."""
@@ -177,7 +182,7 @@ class LayerMounts:
             if current is None:
                 fuse = [self._dirs.fs / "blobs" / blob.digest for blob in layer.blobs]
                 current = self._make(place, layer, fuse, self._read_ahead_kib)
-            self._add(current, holder)
+            add_holder(current.refs, holder)
         if made:
             self.trim()
         return current.mnt
@@ -191,7 +196,7 @@ class LayerMounts:
         """
         with self._locked(layer.digest) as place:
             made = self._make(place, layer, devices, read_ahead_kib, private=True)
-            self._add(made, holder)
+            add_holder(made.refs, holder)
             return made.mnt
 
     def release(self, layer: Digest, holder: str) -> None:
@@ -199,7 +204,7 @@ class LayerMounts:
         with self._locked(layer) as place:
             generations = self._generations(place)
             for generation in generations:
-                (generation.refs / _holder_name(holder)).unlink(missing_ok=True)
+                drop_holder(generation.refs, holder)
             self._drain(generations)
 
     def clone(self, paths: Sequence[Path], userns: int | None = None) -> list[int]:
@@ -244,10 +249,9 @@ class LayerMounts:
             with self._locked(layer) as place:
                 generations = self._generations(place)
                 for generation in generations:
-                    for ref in _refs(generation):
-                        if not _lives(ref):
-                            ref.unlink(missing_ok=True)
-                            found.holders.append(ref.name)
+                    for ref in stale_holders(generation.refs):
+                        ref.unlink(missing_ok=True)
+                        found.holders.append(ref.name)
                 found.mounts.extend(str(g.path) for g in self._drain(generations))
         for _ in drop_stale_pins(self._dirs, self._knows_pin):
             pass
@@ -339,7 +343,7 @@ class LayerMounts:
             if record is None or not record.ready or not self._is_mounted(generation.mnt):
                 # Left by a crash, or by a namespace that is gone.
                 self._destroy(generation)
-            elif record.private:
+            elif record.private or record.mode != self._mode:
                 continue
             elif record.fuse and record.fuse != self._fuse_mount():
                 # The FUSE file system was mounted anew: this generation reads from the old one.
@@ -410,7 +414,7 @@ class LayerMounts:
             part.mkdir(mode=0o700)
         pinned: list[str] = [blob.digest for blob in layer.blobs] if direct else []
         fuse = 0 if direct or not layer.blobs else self._fuse_mount()
-        record = _Record(False, direct, private, pinned, fuse)
+        record = _Record(False, direct, private, pinned, self._mode, fuse)
         try:
             _write_record(path, record)
             yield path
@@ -431,10 +435,6 @@ class LayerMounts:
         record = replace(making, ready=True)
         _write_record(path, record)
         return _Generation(path, record)
-
-    def _add(self, generation: _Generation, holder: Holder) -> None:
-        ref = generation.refs / _holder_name(holder.name)
-        ref.write_bytes(os.fsencode(holder.record.absolute()))
 
     def _drain(
         self, generations: Sequence[_Generation], *, newest_too: bool = False
@@ -459,12 +459,6 @@ class LayerMounts:
         shutil.rmtree(generation.path)
 
 
-def _holder_name(name: str) -> str:
-    if not _HOLDER.match(name):
-        raise BadInput(f"not a name of a holder: {name[:80]!r}", hint="use A-Z a-z 0-9 . _ -")
-    return name
-
-
 def _is_mount(path: Path) -> bool:
     try:
         return path.stat().st_dev != path.parent.stat().st_dev
@@ -473,19 +467,7 @@ def _is_mount(path: Path) -> bool:
 
 
 def _refs(generation: _Generation) -> list[Path]:
-    try:
-        return [generation.refs / name for name in os.listdir(generation.refs)]
-    except FileNotFoundError:
-        return []
-
-
-def _lives(ref: Path) -> bool:
-    """Whether the record that a holder's file names exists."""
-    try:
-        record = ref.read_bytes()
-    except FileNotFoundError:
-        return False
-    return bool(record) and os.path.lexists(record)
+    return holders(generation.refs)
 
 
 def _read_record(path: Path) -> _Record | None:

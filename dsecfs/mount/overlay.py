@@ -105,7 +105,7 @@ def overlay_root(
                 # A read-only overlay needs two layers; an empty one below changes nothing.
                 lowers.append(stack.enter_context(closing(_empty_mount())))
         if attach is not None:
-            stack.callback(attach.rmdir)
+            stack.callback(_remove_if_empty, attach)
             for number, fd in enumerate((*lowers, *(() if upper is None else (upper,)))):
                 stack.enter_context(_attached(fd, attach / str(number)))
         options: list[tuple[str, str]] = []
@@ -178,6 +178,11 @@ def _empty_mount() -> int:
         fs.set("size", "4k")
         fs.set("mode", "755")
         return fs.mount(LAYER_ATTRIBUTES)
+
+
+def _remove_if_empty(place: Path) -> None:
+    with contextlib.suppress(OSError):
+        place.rmdir()
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ from dsecfs.layers.trace import (
     save_trace,
 )
 from dsecfs.locks import Claim
-from dsecfs.mount.layers import Holder, LayerMounts
+from dsecfs.mount.holders import Holder
+from dsecfs.mount.layers import LayerMounts
 from dsecfs.nodedirs import NodeDirs
 from dsecfs.store.base import Store
 

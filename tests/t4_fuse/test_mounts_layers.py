@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import stat
@@ -197,14 +198,12 @@ def test_recovery_clears_generations_that_crashes_left(here: Node, mounts: Layer
     place = here.dirs.layers / layer.digest
     (place / "00000001" / "mnt").mkdir(parents=True)  # before its record
     (place / "00000002" / "mnt").mkdir(parents=True)  # before its mount
-    (place / "00000002" / "record").write_text(
-        '{"format":1,"ready":false,"direct":false,"private":false,"blobs":[],"fuse":0}'
-    )
+    record = {"format": 2, "ready": False, "direct": False, "private": False}
+    record |= {"blobs": [], "mode": "kernel", "fuse": 0}
+    (place / "00000002" / "record").write_text(json.dumps(record))
     (place / "00000003" / "mnt").mkdir(parents=True)  # of a namespace that is gone
     (place / "00000003" / "refs").mkdir()
-    (place / "00000003" / "record").write_text(
-        '{"format":1,"ready":true,"direct":false,"private":false,"blobs":[],"fuse":0}'
-    )
+    (place / "00000003" / "record").write_text(json.dumps({**record, "ready": True}))
     path = mounts.acquire(layer, holder(here))
     assert read(mounts, path, "f") == HELLO
     assert generations(mounts, layer) == [["h1"]]
@@ -300,10 +299,15 @@ def test_loop_mode_shows_the_same_tree(here: Node) -> None:
     path = mounts.acquire(layer, holder(here))
     assert read(mounts, path, "a/f") == HELLO
     assert read(mounts, path, "l") == HELLO
-    mounts.release(layer.digest, "h1")
-    mounts.trim(keep=0)
     mounts.close()
     data = str(here.place)
+    kernel = LayerMounts(here.dirs)
+    again = kernel.acquire(layer, holder(here))
+    assert again != path, "what another mode has mounted is not what was asked for"
+    assert read(kernel, again, "a/f") == HELLO
+    kernel.release(layer.digest, "h1")
+    kernel.trim(keep=0)
+    kernel.close()
     backing = [p.read_text() for p in Path("/sys/block").glob("loop*/loop/backing_file")]
     assert not [b for b in backing if b.startswith(data)], "loop devices clear themselves"
 
