@@ -34,6 +34,7 @@ from dsecfs.fuse.blobs import Blob
 from dsecfs.fuse.owners import Owners
 from dsecfs.fuse.spaces import FOREVER, Attributes, Bounded, Data, DirEntry
 from dsecfs.layers.digest import Digest, parse_digest
+from dsecfs.layers.erofs.format import overlay_shows
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.tree import Extent
 
@@ -148,8 +149,9 @@ class MergedTree:
         return image.readlink(nid)
 
     def xattrs(self, node: int) -> dict[bytes, bytes]:
+        """Attributes under the names that overlayfs shows: escaped ones without their escape."""
         image, _, nid = self.split(node)
-        return image.xattrs(nid)
+        return {overlay_shows(name): value for name, value in image.xattrs(nid).items()}
 
     def parts(self, node: int) -> Parts:
         """The directories that make up directory `node`, topmost first."""

@@ -2,21 +2,20 @@
 
 PAX format, entries in the order of paths. Whiteouts and opaque marks are written as an OCI
 image layer has them (`.wh.NAME`, `.wh..wh..opq`); extended attributes as SCHILY.xattr
-records, as GNU tar does; the second name of a file is a hard link. Holes become zeros.
+records, as GNU tar does, overlay marks without the escape that publishing gives them; the
+second name of a file is a hard link. Holes become zeros. Bytes do not depend on the machine.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
 from typing import IO
 
 from dsecfs.errors import BadInput
 from dsecfs.layers.content import LayerContent
-from dsecfs.layers.sources.base import show
+from dsecfs.layers.sources.base import show, unescape_xattr
 from dsecfs.layers.tree import Inode, walk
 
 WHITEOUT, OPAQUE = b".wh.", b".wh..wh..opq"
@@ -30,6 +29,10 @@ _TYPES = {
     stat.S_IFBLK: tarfile.BLKTYPE,
     stat.S_IFIFO: tarfile.FIFOTYPE,
 }
+_NAME_MAX = 100
+_ID_MAX, _SIZE_MAX = 0o7777777, 0o77777777777
+"""What fields of a ustar header hold (POSIX.1-2017, pax, "ustar Interchange Format")."""
+_RECORD = tarfile.RECORDSIZE
 
 
 def export_tar(content: LayerContent, out: IO[bytes]) -> int:
@@ -39,87 +42,113 @@ def export_tar(content: LayerContent, out: IO[bytes]) -> int:
     mean a whiteout, and what reading raises.
     """
     first: dict[Inode, bytes] = {}
-    count = 0
-    with tarfile.open(
-        fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, encoding="utf-8",
-        errors="surrogateescape",
-    ) as tar:
-        for path, inode in walk(content.root):
-            name = path.rpartition(b"/")[2]
-            if name.startswith(WHITEOUT):
-                raise BadInput(f"cannot export {show(path)!r}: in an archive it means a whiteout")
-            if stat.S_ISSOCK(inode.mode):
-                continue
-            entry = _entry(path or b".", inode)
-            if inode.is_whiteout:
-                entry = tarfile.TarInfo(os.fsdecode(_beside(path, WHITEOUT + name)))
-                tar.addfile(entry)
-            elif inode in first and not inode.is_dir:
-                entry.type, entry.linkname = tarfile.LNKTYPE, os.fsdecode(first[inode])
-                entry.pax_headers = {}
-                tar.addfile(entry)
-            elif inode.is_reg:
+    count = written = 0
+
+    def put(data: bytes) -> None:
+        nonlocal written
+        written += len(data)
+        out.write(data)
+
+    def mark(path: bytes) -> None:
+        put(_header(path, Inode(stat.S_IFREG)))
+
+    for path, inode in walk(content.root):
+        name = path.rpartition(b"/")[2]
+        if name.startswith(WHITEOUT):
+            raise BadInput(f"cannot export {show(path)!r}: in an archive it means a whiteout")
+        if stat.S_ISSOCK(inode.mode):
+            continue
+        if inode.is_whiteout:
+            mark(path[: len(path) - len(name)] + WHITEOUT + name)
+        elif inode in first:
+            put(_header(path, inode, link=first[inode]))
+        else:
+            if not inode.is_dir:
                 first[inode] = path
-                entry.size = inode.size
-                tar.addfile(entry, _Reader(content.pieces(inode)))
-            else:
-                first[inode] = path
-                tar.addfile(entry)
-            if inode.opaque:
-                tar.addfile(tarfile.TarInfo(os.fsdecode(path + b"/" + OPAQUE if path else OPAQUE)))
-                count += 1
+            put(_header(path or b".", inode))
+            if inode.is_reg:
+                for piece in content.pieces(inode):
+                    put(piece)
+                put(bytes(-inode.size % tarfile.BLOCKSIZE))
+        if inode.opaque:
+            mark(path + b"/" + OPAQUE if path else OPAQUE)
             count += 1
+        count += 1
+    put(bytes(2 * tarfile.BLOCKSIZE))
+    put(bytes(-written % _RECORD))
     return count
 
 
-def _entry(path: bytes, inode: Inode) -> tarfile.TarInfo:
-    entry = tarfile.TarInfo(os.fsdecode(path))
-    entry.type = _TYPES[stat.S_IFMT(inode.mode)]
+def _header(path: bytes, inode: Inode, *, link: bytes | None = None) -> bytes:
+    """The header of an entry, and what does not fit into it as PAX records in front."""
+    kind = stat.S_IFMT(inode.mode)
+    records: list[tuple[bytes, bytes]] = []
+
+    def fit(key: bytes, value: int, largest: int) -> int:
+        if 0 <= value <= largest:
+            return value
+        records.append((key, b"%d" % value))
+        return 0
+
+    def name(key: bytes, value: bytes) -> str:
+        if len(value) > _NAME_MAX:
+            records.append((key, value))
+        return _text(value[:_NAME_MAX])
+
+    entry = tarfile.TarInfo(name(b"path", path))
+    entry.linkname = name(b"linkpath", link if link is not None else inode.target)
+    entry.type = tarfile.LNKTYPE if link is not None else _TYPES[kind]
     entry.mode = stat.S_IMODE(inode.mode)
-    entry.uid, entry.gid = inode.uid, inode.gid
-    entry.mtime = inode.mtime_ns // 10**9
-    entry.linkname = os.fsdecode(inode.target)
+    entry.uid, entry.gid = fit(b"uid", inode.uid, _ID_MAX), fit(b"gid", inode.gid, _ID_MAX)
+    seconds, rest = divmod(inode.mtime_ns, 10**9)
+    if rest or not 0 <= seconds <= _SIZE_MAX:
+        records.append((b"mtime", _decimal(inode.mtime_ns)))
+    else:
+        entry.mtime = seconds
     entry.devmajor, entry.devminor = os.major(inode.rdev), os.minor(inode.rdev)
-    records = {
-        f"SCHILY.xattr.{os.fsdecode(name)}": os.fsdecode(value)
-        for name, value in inode.xattrs.items()
-    }
-    if inode.mtime_ns % 10**9 or inode.mtime_ns < 0:
-        records["mtime"] = _decimal(inode.mtime_ns)
-    entry.pax_headers = records
-    return entry
+    if link is None:
+        entry.size = fit(b"size", inode.size if kind == stat.S_IFREG else 0, _SIZE_MAX)
+        for key, value in sorted(inode.xattrs.items()):
+            # GNU tar's escapes (xheader.c): "=" ends a keyword.
+            plain = unescape_xattr(key).replace(b"%", b"%25").replace(b"=", b"%3D")
+            records.append((b"SCHILY.xattr." + plain, value))
+    header = entry.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+    return _extended(records) + header if records else header
 
 
-def _decimal(ns: int) -> str:
+def _extended(records: list[tuple[bytes, bytes]]) -> bytes:
+    """A PAX extended header. Records are bytes as they are, and say so where it matters."""
+    if not all(_is_utf8(part) for record in records for part in record):
+        records = [(b"hdrcharset", b"BINARY"), *records]
+    body = b"".join(_record(b" %b=%b\n" % record) for record in records)
+    entry = tarfile.TarInfo("././@PaxHeader")
+    entry.type, entry.size = tarfile.XHDTYPE, len(body)
+    header = entry.tobuf(tarfile.USTAR_FORMAT, "utf-8", "strict")
+    return header + body + bytes(-len(body) % tarfile.BLOCKSIZE)
+
+
+def _record(rest: bytes) -> bytes:
+    """A record behind its length, which counts its own digits."""
+    length = len(rest)
+    while len(b"%d" % length) + len(rest) != length:
+        length = len(b"%d" % length) + len(rest)
+    return b"%d%b" % (length, rest)
+
+
+def _decimal(ns: int) -> bytes:
     """Nanoseconds as seconds without rounding."""
     sign, ns = ("-", -ns) if ns < 0 else ("", ns)
-    return f"{sign}{ns // 10**9}.{ns % 10**9:09d}"
+    return f"{sign}{ns // 10**9}.{ns % 10**9:09d}".encode()
 
 
-def _beside(path: bytes, name: bytes) -> bytes:
-    parent = path.rpartition(b"/")[0]
-    return parent + b"/" + name if parent else name
+def _text(name: bytes) -> str:
+    # Not os.fsdecode: what is written must not depend on the locale.
+    return name.decode("utf-8", "surrogateescape")
 
 
-class _Reader(io.RawIOBase):
-    """Pieces as a file that tarfile can copy from."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._left = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int | None = -1) -> bytes:
-        parts = []
-        wanted = size if size is not None and size >= 0 else 1 << 62
-        while wanted:
-            if not self._left:
-                self._left = next(self._pieces, b"")
-                if not self._left:
-                    break
-            part, self._left = self._left[:wanted], self._left[wanted:]
-            parts.append(part)
-            wanted -= len(part)
-        return b"".join(parts)
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -121,6 +121,19 @@ def test_a_published_archive_exports_to_the_same_files(
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_an_export_has_overlay_marks_as_they_were(dsec: Dsec, tmp_path: Path) -> None:
+    nested = tmp_path / "nested"
+    nested.mkdir()
+    os.setxattr(nested, "user.overlay.origin", b"x")
+    dsec("layer", "publish", str(nested), "base/nested:1")
+    archive = tmp_path / "nested.tar"
+    dsec("layer", "export", "base/nested:1", str(archive))
+    with tarfile.open(archive) as tar:
+        assert tar.getmember(".").pax_headers["SCHILY.xattr.user.overlay.origin"] == "x"
+    dsec("layer", "publish", str(archive), "base/nested:2")
+    assert dsec("layer", "diff", "nested:1", "nested:2").json == []
+
+
 def test_diff_says_what_changed(dsec: Dsec, base: str, tmp_path: Path) -> None:
     (tmp_path / "rootfs/etc/passwd").write_text("root:x:0:0::/root:/bin/zh\n")
     (tmp_path / "rootfs/bin/tool").chmod(0o4755)

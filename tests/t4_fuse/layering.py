@@ -21,6 +21,12 @@ from tests.support.trees import Blob, read_xattrs
 _libc = ctypes.CDLL(None, use_errno=True)
 CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
 """cap_net_bind_service+ep (struct vfs_cap_data, revision 2)."""
+ESCAPED: dict[bytes, bytes] = {
+    b"trusted.overlay.overlay.redirect": b"/elsewhere",
+    b"trusted.overlay.overlay.overlay.opaque": b"y",
+    b"user.overlay.overlay.metacopy": b"",
+}
+"""Marks of a foreign overlay as layers hold them."""
 NAMES = [b"a", b"b", b"c", b"d", b"\xff\xfe"]
 BLOCKS = 32
 
@@ -51,7 +57,11 @@ def layers(draw: st.DrawFn, blob_blocks: int = BLOCKS) -> Inode:
             made.extents = tuple(extents)
             made.size = extents[-1].logical + extents[-1].length if extents else 0
             made.xattrs = dict(
-                draw(st.sampled_from([{}, {b"user.x": b"1"}, {b"security.capability": CAPABILITY}]))
+                draw(
+                    st.sampled_from(
+                        [{}, {b"user.x": b"1"}, {b"security.capability": CAPABILITY}, ESCAPED]
+                    )
+                )
             )
         made.uid = draw(st.sampled_from([0, 1000, 70000]))
         made.gid = draw(st.sampled_from([0, 1000]))
@@ -62,7 +72,7 @@ def layers(draw: st.DrawFn, blob_blocks: int = BLOCKS) -> Inode:
         here = directory(draw(st.sampled_from([0o755, 0o1777, 0o700])))
         here.uid = draw(st.sampled_from([0, 1000]))
         here.mtime_ns = draw(st.sampled_from([0, 10**18]))
-        here.xattrs = draw(st.sampled_from([{}, {b"user.d": b"dir"}]))
+        here.xattrs = draw(st.sampled_from([{}, {b"user.d": b"dir"}, ESCAPED]))
         assert here.children is not None
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4)):
             if depth and draw(st.booleans()):

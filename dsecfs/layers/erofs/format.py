@@ -178,6 +178,15 @@ def is_overlay_mark(name: bytes) -> bool:
     return name.startswith(_OVERLAY) and not name.startswith(_ESCAPED)
 
 
+def overlay_shows(name: bytes) -> bytes:
+    """What overlayfs calls an attribute of a lower layer: without its escape.
+
+    Our overlays are mounted without `userxattr`, so `user.overlay.overlay.x` is no escape.
+    """
+    trusted, escaped = _OVERLAY[0], _ESCAPED[0]
+    return trusted + name[len(escaped) :] if name.startswith(escaped) else name
+
+
 @functools.cache
 def _crc32c_table() -> tuple[int, ...]:
     table = []

@@ -151,12 +151,21 @@ def escape_xattr(name: bytes) -> bytes:
 
     overlayfs reads `trusted.overlay.overlay.x` (`user.…` with userxattr) on a lower layer
     as an attribute `trusted.overlay.x` of the file (Documentation/filesystems/overlayfs.rst,
-    "Nesting overlayfs mounts"), so a foreign mark stays data and is never obeyed. Without an
-    overlay on top (the portable mode) the attribute shows in its escaped form.
+    "Nesting overlayfs mounts"), so a foreign mark stays data and is never obeyed. All modes of
+    mounting show `trusted.overlay.x`; none uses userxattr, so `user.overlay.x` is shown escaped.
     """
     for prefix in _OVERLAY:
         if name.startswith(prefix):
             return prefix + b"overlay." + name[len(prefix) :]
+    return name
+
+
+def unescape_xattr(name: bytes) -> bytes:
+    """The name that `escape_xattr` escaped."""
+    for prefix in _OVERLAY:
+        escaped = prefix + b"overlay."
+        if name.startswith(escaped):
+            return prefix + name[len(escaped) :]
     return name
 
 
