@@ -125,7 +125,11 @@ def _guarded(number: int) -> Callable[[F], F]:
             turn = None
             if self.suspects and (number, ino, a, b) in self.suspects:
                 key = RequestKey(number, ino, a, b)
-                turn = await self.take_turn(key)
+                self.waiting += 1
+                try:
+                    turn = await self.take_turn(key)
+                finally:
+                    self.waiting -= 1
             slot = self.free_notes.pop() if self.free_notes else -1
             if slot >= 0:
                 self.page.note(slot, number, ino, a, b)
@@ -164,6 +168,8 @@ class Handlers(pyfuse3.Operations):
         self.suspects = page.suspects()
         self.reads = 0
         self.waited_reads = 0
+        self.waiting = 0
+        """Requests that wait for something right now."""
         self.errors = 0
 
     # -- guarding
@@ -274,9 +280,13 @@ class Handlers(pyfuse3.Operations):
         data = space.read_nowait(node, off, size)
         if data is None:
             self.waited_reads += 1
-            with trio.fail_after(self._limit_s):
-                async with self._waiting_bytes.hold(size):
-                    data = await space.aread(node, off, size)
+            self.waiting += 1
+            try:
+                with trio.fail_after(self._limit_s):
+                    async with self._waiting_bytes.hold(size):
+                        data = await space.aread(node, off, size)
+            finally:
+                self.waiting -= 1
         return data
 
     @_guarded(6)

@@ -27,6 +27,7 @@ from dsecfs.errors import Unsupported
 from dsecfs.fuse.blobs import BlobSource
 from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.control import ControlServer
+from dsecfs.fuse.loop import RequestWait
 from dsecfs.fuse.operations import HANDLERS, Handlers
 from dsecfs.fuse.session import resend
 from dsecfs.fuse.shared import VERSION, Inherited, SharedPage, lock_worker
@@ -97,6 +98,8 @@ async def _serve(
     handlers = Handlers(spaces, page, root, config.request_limit_s)
     for name in HANDLERS:
         setattr(inherited.shell, name, getattr(handlers, name))
+    requests = RequestWait(inherited.fuse_fd, lambda: not handlers.waiting)
+    requests.install()
     draining = trio.Event()
     async with trio.open_nursery() as helpers:
         await helpers.start(_watch_signals, inherited, page, draining)
@@ -107,7 +110,7 @@ async def _serve(
             await helpers.start(control.serve, draining)
         page.serving()
         log.info("worker %d serves %s", os.getpid(), config.mountpoint)
-        async with _cut_off(draining, config.drain_s):
+        async with _cut_off(draining, config.drain_s, requests):
             await pyfuse3.main(1, MAX_TASKS)
         if control is not None:
             with trio.move_on_after(REPLY_S):
@@ -117,12 +120,15 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _cut_off(draining: trio.Event, drain_s: float) -> AsyncIterator[None]:
+async def _cut_off(
+    draining: trio.Event, drain_s: float, requests: RequestWait
+) -> AsyncIterator[None]:
     """Ends the block `drain_s` seconds after `draining`; the next worker is asked the rest."""
 
     async def watch(scope: trio.CancelScope) -> None:
         await draining.wait()
         # Readers of the connection stop; requests that are being handled go on.
+        requests.end()
         pyfuse3.terminate()
         scope.deadline = trio.current_time() + drain_s
 
