@@ -38,7 +38,7 @@ from dsecfs.errors import (
 )
 from dsecfs.store.base import ObjectInfo, Priority
 from dsecfs.store.beneath import open_beneath
-from dsecfs.store.keys import check_key, check_prefix, check_range, is_key
+from dsecfs.store.keys import MAX_KEY, check_key, check_prefix, check_range, is_key
 
 STALE_S = 24 * 3600
 """Age at which a temporary file has no living writer any more."""
@@ -301,7 +301,7 @@ class DirectoryStore:
             key = prefix + name
             if name.endswith("/"):
                 # All keys below compare with `after` alike, unless it lies among them.
-                if key > after or after.startswith(key):
+                if len(key) < MAX_KEY and (key > after or after.startswith(key)):
                     yield from self._list(key, after)
             elif key > after and is_key(key):
                 yield ObjectInfo(key, info.st_size, info.st_mtime)

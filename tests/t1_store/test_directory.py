@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -134,6 +135,26 @@ def test_files_of_others_are_left_alone(store: DirectoryStore) -> None:
         (store.root / name / "x").write_bytes(b"x")
     store.put_content("a/b", b"x")
     assert [info.key for info in store.list("")] == ["a/b"]
+
+
+def test_directories_deeper_than_any_key_are_left_alone(store: DirectoryStore) -> None:
+    """A list goes down by recursion: what others made must not end it."""
+    store.put_if_absent("a/a/x", b"1")
+    fd = os.open(store.root, os.O_RDONLY)
+    try:
+        for _ in range(1500):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir("a", dir_fd=fd)
+            below = os.open("a", os.O_RDONLY, dir_fd=fd)
+            os.close(fd)
+            fd = below
+    finally:
+        os.close(fd)
+    try:
+        assert [info.key for info in store.list("")] == ["a/a/x"]
+    finally:
+        # Deeper than what pytest could remove.
+        subprocess.run(["rm", "-rf", store.root / "a"], check=True, timeout=60)
 
 
 def test_a_missing_root_is_an_error_that_says_so(tmp_path: Path) -> None:

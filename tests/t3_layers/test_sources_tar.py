@@ -20,6 +20,7 @@ from dsecfs.errors import BadInput, DeadlineExceeded, DsecfsError, UnsafeArchive
 from dsecfs.layers.sources.base import Limits, SourceTree
 from dsecfs.layers.sources.streams import ReadAhead
 from dsecfs.layers.sources.tar import read_tar, read_tar_file
+from dsecfs.layers.sources.tarformat import TarReader
 from dsecfs.layers.tree import Inode
 from tests.t3_layers.disktree import difference, disk_listing
 from tests.t3_layers.memsink import MemorySink, listing
@@ -607,3 +608,30 @@ def test_sockets_do_not_get_into_archives(tmp_path: Path) -> None:
         s.bind(str(tmp_path / "s"))
         done = subprocess.run(["tar", "-C", tmp_path, "-c", "s"], capture_output=True, check=False)
     assert load(done.stdout)[0].root.children == {}
+
+
+def test_links_cannot_make_every_path_costly() -> None:
+    """40 links of 2,000 components each are within every other limit."""
+    chain = [
+        member(f"l{i}", tarfile.SYMTYPE, linkname="./" * 2000 + f"l{i + 1}") for i in range(10)
+    ]
+    with pytest.raises(UnsafeArchive, match=r"'l0/file'.*more than 8192 components"):
+        load(archive(*chain, member("l10/", tarfile.DIRTYPE), member("l0/file")))
+
+
+def test_global_records_cost_entries_nothing() -> None:
+    """What is of no meaning to any entry is not kept, however much there is of it."""
+    records = b"".join(b"14 k%07d=1\n" % i for i in range(60_000))
+    header = tarfile.TarInfo("global")
+    header.type, header.size = tarfile.XGLTYPE, len(records)
+    tree, _ = load(
+        archive(
+            header.tobuf(tarfile.USTAR_FORMAT) + records + bytes(-len(records) % 512),
+            *(member(f"f{i}") for i in range(2000)),
+        )
+    )
+    assert len(tree.root.children or ()) == 2000
+    reader = TarReader(io.BytesIO(b""), Limits(), "archive")
+    world: dict[bytes, bytes] = {}
+    reader._set_world(world, [(b"comment", b"x"), (b"uid", b"7"), (b"SCHILY.xattr.user.a", b"1")])
+    assert world == {b"uid": b"7", b"SCHILY.xattr.user.a": b"1"}

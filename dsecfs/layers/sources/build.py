@@ -17,6 +17,10 @@ from dsecfs.layers.tree import NAME_MAX, Inode, directory, whiteout
 MAX_LINKS = 40
 """Symbolic links followed for one path before it counts as a loop (Linux MAXSYMLINKS)."""
 
+MAX_STEPS = 8192
+"""Components walked for one path, those of links on the way included: twice what PATH_MAX
+holds. Without it a few hundred bytes of an archive could cost 80,000 steps each."""
+
 _KNOWN = 16384
 _KNOWN_PATH = 1024
 """How many parents are remembered, and how long their paths may be: 16 MiB at most."""
@@ -39,6 +43,7 @@ def follow(
     todo = list(reversed(parts))
     stack = [root]
     links = 0
+    steps = len(todo)
     while todo:
         part = todo.pop()
         if not part or part == b".":
@@ -66,6 +71,12 @@ def follow(
                 )
             if child.target.startswith(b"/"):
                 del stack[1:]
+            steps += child.target.count(b"/") + 1
+            if steps > MAX_STEPS:
+                raise UnsafeArchive(
+                    f"{label()}: symbolic links on the way to it have more than {MAX_STEPS} "
+                    "components"
+                )
             todo.extend(reversed(child.target.split(b"/")))
         elif make is not None:
             raise BadInput(f"{label()}: {show(part)!r} on the way to it is not a directory")

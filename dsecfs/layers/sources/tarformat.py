@@ -36,6 +36,9 @@ _DIGITS = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
 _DECIMAL = re.compile(rb"\d{1,20}")
 _TIME = re.compile(rb"(-?)(\d{1,20})(?:\.(\d*))?")
 _ZEROS = bytes(BLOCK)
+_KNOWN_RECORDS = (b"uid", b"gid", b"mtime")
+_KNOWN_PREFIXES = (b"SCHILY.xattr.", b"SCHILY.acl.", b"LIBARCHIVE.xattr.")
+"""Records that may stand for all entries."""
 _MAX_ID = 0xFFFFFFFE
 """uid_t and gid_t have 32 bits, and -1 means "no change" to chown(2)."""
 
@@ -293,7 +296,9 @@ class TarReader:
         for key, value in records:
             if key in (b"path", b"linkpath", b"size") or key.startswith(b"GNU.sparse."):
                 self._bad(f"a global pax header sets {show(key)!r}")
-            world[key] = value
+            # Others mean nothing to us, and every entry would pay for them.
+            if key in _KNOWN_RECORDS or key.startswith(_KNOWN_PREFIXES):
+                world[key] = value
         if sum(len(k) + len(v) for k, v in world.items()) > MAX_EXTENDED:
             self._bad(f"global pax headers of more than {MAX_EXTENDED} bytes")
 
