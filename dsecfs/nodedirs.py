@@ -4,6 +4,7 @@ Two roots. `data` outlives a reboot (default /var/lib/dsec); `run` does not coun
 one (default /run/dsec): what it says is about mounts and processes of this boot.
 
     data/blobs/<hex>/       chunk cache of one blob: chunks, layout, data, present, used, pins/
+    data/gone/              what is being removed; empty but for what a crash left
     data/cache.stats        counters of the cache; data/evict.lock: who evicts
     data/heads/<hex>        verified layer heads, as the store has them; .ok says in which boot
     data/meta/<hex>.erofs   EROFS metadata images, ready to mount
@@ -25,6 +26,7 @@ one (default /run/dsec): what it says is about mounts and processes of this boot
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,13 @@ from dsecfs.layers.digest import Digest
 def boot_id() -> str:
     """The kernel's random id of this boot (random(4), /proc/sys/kernel/random/boot_id)."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def age_s(found: os.stat_result) -> float:
+    """Seconds since a file was last written. A time that lies more than a day ahead says
+    nothing (the clock was wrong then): such a file is old."""
+    age = time.time() - found.st_mtime
+    return age if age > -86400 else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,10 @@ class NodeDirs:
 
     def blob(self, blob: Digest) -> Path:
         return self.blobs / blob
+
+    @property
+    def gone(self) -> Path:
+        return self.data / "gone"
 
     def head(self, layer: Digest) -> Path:
         return self.data / "heads" / layer

@@ -21,7 +21,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dsecfs.cache.blob import OLD, STATE, VALID, BlobFiles, open_files, pin, read_chunk_list, unpin
+from dsecfs.cache.blob import open_files, pin, read_chunk_list, unpin
+from dsecfs.cache.blobfiles import OLD, STATE, VALID, BlobFiles
 from dsecfs.cache.evict import Cleared, Evictor, Limits, disk_use
 from dsecfs.cache.fetch import Blob, Fetch
 from dsecfs.cache.fetcher import LOCK_WAIT_S, Fetcher

@@ -22,15 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dsecfs.cache.blob import (
-    ABSENT,
-    STATE,
-    BlobFiles,
-    open_files_locked,
-    pins,
-    read_chunk_list,
-    setup_lock,
-)
+from dsecfs.cache.blob import open_files_locked, pins, read_chunk_list, setup_lock
+from dsecfs.cache.blobfiles import ABSENT, STATE, BlobFiles
 from dsecfs.cache.stats import Stats
 from dsecfs.errors import (
     BadInput,

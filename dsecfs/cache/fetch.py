@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from dsecfs.cache.blob import BlobFiles
+from dsecfs.cache.blobfiles import BlobFiles
 from dsecfs.cache.layouts import Places
 from dsecfs.errors import CacheError, DsecfsError
 from dsecfs.layers.digest import DIGEST_LEN, Digest

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dsecfs.cache.blob import ABSENT, OLD
+from dsecfs.cache.blobfiles import ABSENT, OLD
 from dsecfs.cache.fetch import (
     DONE,
     RUNNING,
@@ -155,6 +155,7 @@ class Fetcher:
             self._closed = True
         self.local.close()
         self._remote.close()
+        self.keeper.close()
         with self._mutex:
             left = list(self._fetches)
         self._fail_waiting(left, closed())

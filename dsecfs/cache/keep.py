@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 
-from dsecfs.cache.blob import Damaged
+from dsecfs.cache.blobfiles import Damaged
 from dsecfs.cache.fetch import Blob, Fetch, Room
 from dsecfs.cache.pool import Pool, Work
 from dsecfs.cache.stats import Stats
@@ -71,6 +71,11 @@ class Keeper:
             blob.files.demote(0, blob.chunk_count)
             return False
         return True
+
+    def close(self) -> None:
+        """Let go of blobs that would be synced later; their pool does no more."""
+        with self._mutex:
+            self._unsynced.clear()
 
     def _sync_later(self, blob: Blob) -> None:
         with self._mutex:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dsecfs.cache.blob import VALID
+from dsecfs.cache.blobfiles import VALID
 from dsecfs.cache.fetch import Blob, Fetch
 from dsecfs.cache.fetcher import Fetcher
 from dsecfs.errors import BadInput, DsecfsError

@@ -11,7 +11,10 @@ What must hold:
   are still the ones that were verified (inode, size and mtime): after another boot, a power
   loss perhaps, everything is hashed again;
 - files appear whole, by rename, and `.ok` last; a file that is mounted is never changed;
-- a layer that is here needs no store, and no library that is slow to import.
+- a layer that is here needs no store, and no library that is slow to import;
+- `ensure` notes the use (the time of `.ok`) before it looks, and looks last whether `.ok` is
+  still there; `forget` takes `.ok` away before it looks at that time. So one of the two sees
+  the other, without a lock on the way of `dsec run`.
 
 `.ok` is one line with the sha256 in hex of the rest, then JSON: format, boot, files ([inode, size,
 mtime in ns] of head and image) and manifest (its canonical text).
@@ -20,21 +23,20 @@ mtime in ns] of head and image) and manifest (its canonical text).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dsecfs.errors import Busy, CacheError, DsecfsError, FormatError
-from dsecfs.layers.digest import Digest
+from dsecfs.errors import BadInput, Busy, CacheError, DsecfsError, FormatError
+from dsecfs.layers.digest import Digest, parse_digest
 from dsecfs.layers.manifest import BlobRef, LayerManifest, parse_manifest
-from dsecfs.nodedirs import NodeDirs, boot_id
+from dsecfs.locks import locked
+from dsecfs.nodedirs import NodeDirs, age_s, boot_id
 from dsecfs.store.base import Store, head_key
 
 if TYPE_CHECKING:
@@ -90,23 +92,18 @@ class LocalLayers:
                 found.update(zip(missing, pool.map(self._obtain, missing), strict=True))
         return [found[layer] or self._obtain(layer) for layer in layers]
 
-    def forget(self, layer: Digest) -> None:
-        """Remove the local copy, which nobody mounts any more. Blobs belong to the cache."""
-        head = self._dirs.head(layer)
-        with self._lock(layer):
-            for path in (_ok_path(head), self._dirs.meta(layer), head):
-                path.unlink(missing_ok=True)
-                _temporary(path).unlink(missing_ok=True)
-
     def _present(self, layer: Digest) -> LocalLayer | None:
         """The layer if it was verified in this boot and nothing touched it since."""
         head, meta = self._dirs.head(layer), self._dirs.meta(layer)
+        path = _ok_path(head)
         try:
-            checksum, _, body = _ok_path(head).read_bytes().partition(b"\n")
-            if _checksum(body) != checksum:
-                return None
-            ok = json.loads(body)
-            if ok["format"] != OK_FORMAT or ok["boot"] != boot_id():
+            with open(path, "rb") as file:
+                with contextlib.suppress(OSError):  # a disk that is read-only
+                    os.utime(file.fileno())
+                inode = os.fstat(file.fileno()).st_ino
+                content = file.read()
+            ok = _parse_ok(content)
+            if ok["boot"] != boot_id():
                 return None
             if ok["files"] != [_identity(head), _identity(meta)]:
                 return None
@@ -114,6 +111,8 @@ class LocalLayers:
             for blob in manifest.blobs:
                 if not (self._dirs.blob(blob.digest) / "chunks").is_file():
                     return None
+            if path.stat().st_ino != inode:
+                return None
         except (OSError, ValueError, KeyError, TypeError, DsecfsError):
             # Absent, of another version or damaged: all of it is made anew.
             return None
@@ -124,7 +123,7 @@ class LocalLayers:
         from dsecfs.layers.head import decode_head
 
         path, meta = self._dirs.head(layer), self._dirs.meta(layer)
-        with self._lock(layer):
+        with layer_lock(self._dirs, layer):
             found = self._present(layer)
             if found is not None:
                 return found
@@ -169,36 +168,90 @@ class LocalLayers:
         data = self._store.get(head_key(layer), max_size=MAX_HEAD)
         return data, decode_head(data, layer)
 
-    @contextlib.contextmanager
-    def _lock(self, layer: Digest) -> Iterator[None]:
-        """Keep other threads and processes from writing this layer's files."""
-        path = self._dirs.head(layer).with_name(f".lock-{layer[:2]}")
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as e:
-            raise CacheError(f"cannot lock {path}: {e.strerror}") from None
-        try:
-            deadline = time.monotonic() + LOCK_WAIT_S
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise Busy(
-                            f"layer sha256:{layer[:12]} is being fetched by another process "
-                            f"for more than {LOCK_WAIT_S:.0f} s",
-                            hint="try again",
-                        ) from None
-                    time.sleep(0.005)
+
+def known_layers(dirs: NodeDirs) -> Iterator[Digest]:
+    """Layers of which this node has a head or an image, whole or not."""
+    found: set[str] = set()
+    for place, suffixes in ((dirs.data / "heads", ("", ".ok")), (dirs.data / "meta", (".erofs",))):
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(place):
+                found.update(name.removesuffix(s) for s in suffixes if name.endswith(s))
+    for name in sorted(found):
+        with contextlib.suppress(BadInput):
+            if parse_digest(name) == name:
+                yield Digest(name)
+
+
+def layer_files(dirs: NodeDirs, layer: Digest) -> tuple[Path, Path, Path]:
+    """What there may be of a layer, besides its blobs: `.ok`, head and image."""
+    head = dirs.head(layer)
+    return _ok_path(head), head, dirs.meta(layer)
+
+
+def local_manifest(dirs: NodeDirs, layer: Digest) -> LayerManifest | None:
+    """The manifest of a layer that is on this node whole, from whichever boot."""
+    try:
+        content = _ok_path(dirs.head(layer)).read_bytes()
+        return parse_manifest(_parse_ok(content)["manifest"].encode())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, DsecfsError):
+        return None
+
+
+def forget_layer(dirs: NodeDirs, layer: Digest, idle_s: float) -> bool:
+    """Remove what this node has of `layer`, which must not be mounted; blobs stay.
+
+    False, and nothing is done, if it was ensured within the last `idle_s` seconds (somebody
+    may be about to mount it), or is being fetched. CacheError.
+    """
+    ok, head, meta = layer_files(dirs, layer)
+    aside = _temporary(ok)
+    try:
+        with layer_lock(dirs, layer, 0.0):
+            try:
+                ok.rename(aside)
+            except FileNotFoundError:
+                pass  # never whole, or a crash in here
+            else:
+                if age_s(aside.stat()) < idle_s:
+                    aside.rename(ok)
+                    return False
+            for path in (meta, head, *map(_temporary, (meta, head)), aside):
+                path.unlink(missing_ok=True)
+    except Busy:
+        return False
+    except OSError as e:
+        raise CacheError(f"forget layer {layer[:12]}: {e.filename}: {e.strerror}") from None
+    return True
+
+
+@contextlib.contextmanager
+def layer_lock(dirs: NodeDirs, layer: Digest, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
+    """Keep other threads and processes from writing this layer's files. Busy, CacheError."""
+    path = dirs.head(layer).with_name(f".lock-{layer[:2]}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise CacheError(f"cannot lock {path}: {e.strerror}") from None
+    try:
+        with locked(fd, f"layer sha256:{layer[:12]}, being fetched", wait_s=wait_s):
             yield
-        finally:
-            os.close(fd)
+    finally:
+        os.close(fd)
 
 
 def _ok_path(head: Path) -> Path:
     return head.with_name(f"{head.name}.ok")
+
+
+def _parse_ok(content: bytes) -> dict[str, Any]:
+    checksum, _, body = content.partition(b"\n")
+    if _checksum(body) != checksum:
+        raise ValueError("damaged")
+    ok = json.loads(body)
+    if not isinstance(ok, dict) or ok["format"] != OK_FORMAT:
+        raise ValueError("another format")
+    return ok
 
 
 def _checksum(body: bytes) -> bytes:

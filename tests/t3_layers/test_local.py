@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,14 @@ from dsecfs.cache.blob import read_chunk_list
 from dsecfs.errors import CacheError, Corrupt, FormatError, NotFound, StoreUnavailable
 from dsecfs.layers import local
 from dsecfs.layers.digest import Digest
-from dsecfs.layers.local import LocalLayers
+from dsecfs.layers.local import (
+    LocalLayers,
+    forget_layer,
+    known_layers,
+    layer_files,
+    layer_lock,
+    local_manifest,
+)
 from dsecfs.layers.manifest import ProcessEnv
 from dsecfs.layers.publish import Meta, Published, publish_source
 from dsecfs.layers.sources.image import open_image
@@ -215,9 +223,77 @@ def test_no_place_is_a_cache_error(store: Counting, tmp_path: Path, layer: Publi
 def test_forgetting(store: Counting, dirs: NodeDirs, layer: Published) -> None:
     layers = LocalLayers(store, dirs)
     layers.ensure(layer.digest)
-    layers.forget(layer.digest)
-    assert not dirs.meta(layer.digest).exists() and not dirs.head(layer.digest).exists()
+    assert list(known_layers(dirs)) == [layer.digest]
+    assert local_manifest(dirs, layer.digest) == layer.head.manifest
+    assert not forget_layer(dirs, layer.digest, 60), "somebody may be about to mount it"
+    reads = store.reads
     check(dirs, layers.ensure(layer.digest), layer)
+    assert store.reads == reads
+    assert forget_layer(dirs, layer.digest, 0)
+    assert not any(path.exists() for path in layer_files(dirs, layer.digest))
+    assert not list(known_layers(dirs)) and local_manifest(dirs, layer.digest) is None
+    check(dirs, layers.ensure(layer.digest), layer)
+
+
+def test_a_use_is_seen_by_who_forgets(
+    store: Counting, dirs: NodeDirs, layer: Published, tmp_path: Path
+) -> None:
+    layers = LocalLayers(store, dirs)
+    layers.ensure(layer.digest)
+    ok = layer_files(dirs, layer.digest)[0]
+    os.utime(ok, (1, 1))
+    layers.ensure(layer.digest)
+    assert not forget_layer(dirs, layer.digest, 60)
+    for wrong in (1, 1 << 33):  # long ago; and far ahead, because a clock was wrong
+        os.utime(ok, (wrong, wrong))
+        assert forget_layer(dirs, layer.digest, 60)
+        layers.ensure(layer.digest)
+    with layer_lock(dirs, layer.digest):
+        assert not forget_layer(dirs, layer.digest, 0), "it is being fetched"
+
+
+def test_what_a_killed_forgetter_leaves(
+    store: Counting, dirs: NodeDirs, layer: Published
+) -> None:
+    layers = LocalLayers(store, dirs)
+    ok, head, meta = layer_files(dirs, layer.digest)
+    for gone in ((), (meta,), (meta, head)):
+        layers.ensure(layer.digest)
+        ok.rename(ok.with_name(f".tmp-{ok.name}"))
+        for path in gone:
+            path.unlink()
+        check(dirs, layers.ensure(layer.digest), layer)
+        assert not list(head.parent.glob(".tmp-*"))
+
+
+def _forget_again_and_again(dirs: NodeDirs, layer: Digest, stop: Any) -> None:
+    while not stop.is_set():
+        forget_layer(dirs, layer, 0.05)
+
+
+def test_forgetting_while_others_use(store: Counting, dirs: NodeDirs, layer: Published) -> None:
+    """Whoever got a layer finds its files for as long as it counts as just used."""
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    process = context.Process(target=_forget_again_and_again, args=(dirs, layer.digest, stop))
+    process.start()
+    try:
+        layers = LocalLayers(store, dirs)
+        reads = set()
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            found = layers.ensure(layer.digest)
+            used = time.monotonic()
+            there = found.meta_path.exists() and read_chunk_list(dirs, found.blobs[0].digest)
+            assert there or time.monotonic() - used > 0.04
+            reads.add(store.reads)
+            if len(reads) % 3 == 0:
+                time.sleep(0.06)
+        assert len(reads) > 3, "it was forgotten in between"
+    finally:
+        stop.set()
+        process.join(20)
+    assert process.exitcode == 0
 
 
 def _ensure(root: str, dirs: NodeDirs, layers: list[Digest], start: Any, results: Any) -> None:

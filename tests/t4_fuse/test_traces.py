@@ -23,7 +23,8 @@ from typing import Any, Literal
 import pytest
 
 from dsecfs.cache import ChunkCache
-from dsecfs.cache.blob import VALID, open_files
+from dsecfs.cache.blob import open_files
+from dsecfs.cache.blobfiles import VALID
 from dsecfs.errors import CacheError, DsecfsError
 from dsecfs.fuse import blobs as fuse_blobs
 from dsecfs.fuse.config import node_config
