@@ -234,7 +234,7 @@ def _mounts(init: Path) -> list[dict[str, Any]]:
         mount("/dev/mqueue", "mqueue", *safe),
         mount("/sys", "sysfs", *safe, "ro"),
     ]
-    if _layout() == "v2":
+    if control_groups() == "v2":
         # Version 1 is left out: one mount per controller, and nothing reads its limits there.
         mounts.append(mount("/sys/fs/cgroup", "cgroup", *safe, "relatime", "ro"))
     mounts.append(
@@ -249,14 +249,14 @@ def _mounts(init: Path) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def _layout() -> str:
+def control_groups() -> str:
+    """How control groups are mounted here: v2, v1, hybrid or none. That does not change."""
     return cgroup_layout()[0]
 
 
-@functools.cache
-def _counts_swap() -> bool:
+def counts_swap() -> bool:
     """Whether a limit on memory and swap together can be set."""
-    if _layout() == "v2":
+    if control_groups() == "v2":
         return True
     return os.path.exists("/sys/fs/cgroup/memory/memory.memsw.limit_in_bytes")
 
@@ -266,7 +266,7 @@ def _resources(limits: Limits) -> dict[str, Any]:
     resources: dict[str, Any] = {}
     if limits.memory is not None:
         resources["memory"] = {"limit": limits.memory}
-        if _counts_swap():
+        if counts_swap():
             resources["memory"]["swap"] = limits.memory
     if limits.cpus is not None:
         quota = max(1000, int(limits.cpus * CPU_PERIOD_US))

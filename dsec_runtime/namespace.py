@@ -4,7 +4,8 @@ What must hold:
 - it holds the few mounts that crun needs and none of ours: copying it, which crun does for
   every container, costs the same however many sandboxes and layers there are;
 - on hosts with both versions of control groups, version 2 is unmounted in it: crun refuses
-  such hybrids, and version 1 has the controllers there;
+  such hybrids, and version 1 has the controllers there. crun then makes plain directories
+  where it was, and removes them never: every container gets a tmpfs of its own for them;
 - a sandbox's root is attached only in a copy made for its crun process, so it goes away
   with the container, whatever kills us.
 """
@@ -16,16 +17,28 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsec_runtime.bundle import control_groups
 from dsecfs.kernel.namespaces import (
     NamespaceThread,
     enter_namespace,
     pin_namespace,
     prune_mounts,
 )
-from dsecfs.kernel.syscalls import CLONE_NEWNS, move_mount, setns, umount, unshare
+from dsecfs.kernel.syscalls import (
+    CLONE_NEWNS,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    mount,
+    move_mount,
+    setns,
+    umount,
+    unshare,
+)
 from dsecfs.nodedirs import NodeDirs
 
 _UNIFIED = Path("/sys/fs/cgroup/unified")
+_CGROUP_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 
 class RunNamespace:
@@ -41,6 +54,7 @@ class RunNamespace:
             prune_mounts(needed, kernel)
             umount(_UNIFIED, detach=True)
 
+        self._hybrid = control_groups() == "hybrid"
         place = dirs.namespace.absolute()
         pin_namespace(place, prepare)
         self._fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
@@ -73,6 +87,8 @@ class RunNamespace:
             unshare(CLONE_NEWNS)
             try:
                 move_mount(root, at)
+                if self._hybrid:
+                    mount("dsec", _UNIFIED, "tmpfs", _CGROUP_FLAGS, "mode=700,size=64k")
                 return subprocess.Popen(
                     argv,
                     stdin=streams[0],

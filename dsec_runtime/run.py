@@ -8,7 +8,8 @@ The steps, each undone if a later one fails:
 
     range of ids, user namespace     kept by the Runner between runs
     claim                            from here on a crash is cleared by `recover`
-    layers                           acquired, cloned with shifted owners
+    layers                           acquired, cloned with shifted owners; in FUSE mode one
+                                     composed tree with shifted owners
     upper                            made, owned by the container's root
     overlay                          unattached; user, program and directory are looked up in it
     config.json, crun                in a copy of the pinned namespace, with the overlay attached
@@ -25,13 +26,14 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from dsec_runtime.bundle import ROOT, Limits, Process, config
+from dsec_runtime.cgroups import LimitWatch
 from dsec_runtime.namespace import RunNamespace
 from dsec_runtime.running import GRACE_S, Clock, Running, RunResult, forwarding, terminal_kept
 from dsec_runtime.sandbox import Sandboxes, new_id
@@ -45,6 +47,7 @@ from dsecfs.kernel.namespaces import user_namespace
 from dsecfs.kernel.probe import Mode
 from dsecfs.layers.environment import DEFAULT_PATH
 from dsecfs.layers.local import LocalLayer
+from dsecfs.locks import Claim
 from dsecfs.mount import Holder, LayerMounts
 from dsecfs.nodedirs import NodeDirs
 
@@ -90,10 +93,12 @@ class _Slot:
     """A range of ids and a user namespace with its mapping, reused from run to run."""
 
     range: UidRange
-    userns: int
+    userns: int | None
+    """None in FUSE mode, where nothing is id-mapped."""
 
     def close(self) -> None:
-        os.close(self.userns)
+        if self.userns is not None:
+            os.close(self.userns)
         self.range.release()
 
 
@@ -113,16 +118,11 @@ class Runner:
         uid_ranges: int = COUNT,
         mounts: LayerMounts | None = None,
     ) -> None:
-        """Unsupported, with what to install, when crun or PID 1 is missing, or `mode` is
-        "fuse": a FUSE mount's owners cannot be shifted by the kernel.
+        """Unsupported, with what to install, when crun or PID 1 is missing.
 
-        `mounts` are the node's layer mounts, closed by the caller; None makes them.
+        `mounts` are the node's layer mounts, closed by the caller, and decide the mode; None
+        makes them.
         """
-        if mode == "fuse":
-            raise Unsupported(
-                "run a container: the portable mode has no container roots",
-                hint="dsec doctor says what the kernel needs for kernel or loop mode",
-            )
         if os.geteuid() != 0:
             raise Unsupported("run a container: not root", hint="run it as root")
         self._dirs = NodeDirs(dirs.data.absolute(), dirs.run.absolute())
@@ -130,7 +130,9 @@ class Runner:
         self._init = _first(_INIT_PROGRAMS, "PID 1 (catatonit)", "apt-get install catatonit")
         self._own_mounts = mounts is None
         self.mounts = LayerMounts(self._dirs, mode=mode) if mounts is None else mounts
-        self._uids = UidRanges(self._dirs, first=first_uid, count=uid_ranges)
+        # In FUSE mode a range that was used before has its trees in the kernel's caches.
+        fuse = self.mounts.mode == "fuse"
+        self._uids = UidRanges(self._dirs, first=first_uid, count=uid_ranges, lowest=fuse)
         self._lock = threading.Lock()
         self._namespace: RunNamespace | None = None
         self._idle: list[_Slot] = []
@@ -180,6 +182,8 @@ class Runner:
         cleared = self.sandboxes.recover()
         self._uids.recover(self.sandboxes.uid_starts())
         self.mounts.recover()
+        if self.mounts.mode == "fuse":
+            self.mounts.trees.recover()
         return cleared
 
     def _in_namespace(self) -> RunNamespace:
@@ -193,6 +197,8 @@ class Runner:
             if self._idle:
                 return self._idle.pop()
         taken = self._uids.acquire()
+        if self.mounts.mode == "fuse":
+            return _Slot(taken, None)
         try:
             return _Slot(taken, user_namespace(taken.ids))
         except BaseException:
@@ -228,10 +234,10 @@ class Runner:
 
             sandbox = new_id()
             layers = (*spec.layers, skeleton(self._dirs))
-            claim = self.sandboxes.claim(
-                sandbox, [layer.digest for layer in layers], slot.range.ids.start
-            )
+            claim = self._claim(sandbox, layers, slot)
             undo.callback(self.sandboxes.clear, claim)
+            watch = LimitWatch(self.sandboxes.cgroup(sandbox), spec.limits)
+            undo.callback(watch.close)
             place = self.sandboxes.place(sandbox)
             (place / ROOT).mkdir(mode=0o700, parents=True)
             clock.lap("claim")
@@ -245,8 +251,8 @@ class Runner:
                     init=self._init,
                     hostname=spec.hostname,
                     ids=slot.range.ids,
-                    cgroup=self.sandboxes.cgroup(sandbox),
-                    limits=spec.limits,
+                    cgroup=watch.group,
+                    limits=watch.limits,
                     seccomp=spec.seccomp,
                 )
                 (place / "config.json").write_text(json.dumps(content))
@@ -285,7 +291,14 @@ class Runner:
                     self.sandboxes.command("kill", "--all", sandbox, "KILL"), timeout_s=GRACE_S
                 )
 
-        return Running(sandbox, crun, streams, clear, kill, errors, clock, spec.timeout_s)
+        return Running(sandbox, crun, streams, clear, kill, errors, clock, spec.timeout_s, watch)
+
+    def _claim(self, sandbox: str, layers: Sequence[LocalLayer], slot: _Slot) -> Claim:
+        start = slot.range.ids.start
+        if self.mounts.mode == "fuse":
+            tree = self.mounts.trees.name(layers, slot.range.ids)
+            return self.sandboxes.claim(sandbox, [], start, tree)
+        return self.sandboxes.claim(sandbox, [layer.digest for layer in layers], start)
 
     def _tree(
         self,
@@ -296,11 +309,15 @@ class Runner:
         open_fds: contextlib.ExitStack,
         clock: Clock,
     ) -> int:
-        """The merged tree as an unattached mount; clones are closed with `open_fds`."""
+        """The merged tree as an unattached mount; its parts are closed with `open_fds`."""
         holder = Holder(sandbox, self.sandboxes.record(sandbox))
-        paths = [self.mounts.acquire(layer, holder) for layer in layers]
-        clock.lap("layers")
-        lowers = self.mounts.clone(paths, slot.userns)
+        if self.mounts.mode == "fuse":
+            ids, trees = slot.range.ids, self.mounts.trees
+            lowers = [trees.acquire(trees.name(layers, ids), layers, ids, holder)]
+        else:
+            paths = [self.mounts.acquire(layer, holder) for layer in layers]
+            clock.lap("layers")
+            lowers = self.mounts.clone(paths, slot.userns)
         for fd in lowers:
             open_fds.callback(os.close, fd)
         clock.lap("clones")

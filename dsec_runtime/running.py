@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from dsec_runtime.cgroups import Limit, LimitWatch
 from dsec_runtime.errors import SandboxError
 from dsec_runtime.streams import Streams
 from dsecfs.errors import DeadlineExceeded
@@ -40,6 +41,8 @@ class RunResult:
     exit_code: int
     """Of the program; 128 + n if a signal n ended it."""
     timed_out: bool
+    limits_hit: frozenset[Limit]
+    """Limits because of which the kernel ended ("memory") or refused ("pids") processes."""
     phases: Mapping[str, float]
     """Seconds spent in each step, in order."""
 
@@ -70,6 +73,7 @@ class Running:
         errors: Path,
         clock: Clock,
         timeout_s: float | None,
+        watch: LimitWatch,
     ) -> None:
         self.sandbox = sandbox
         self._process = process
@@ -78,6 +82,7 @@ class Running:
         self._kill = kill
         self._errors = errors
         self._clock = clock
+        self._watch = watch
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._end_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._timed_out = False
@@ -115,8 +120,10 @@ class Running:
 
         SandboxError if the container could not be started; then no program ran.
         """
+        hit: frozenset[Limit] = frozenset()
         try:
             code = self._wait()
+            hit = self._watch.hit()
             if code < 0:
                 self._kill()  # crun was killed, and left its container
             self._streams.finish()
@@ -131,6 +138,7 @@ class Running:
             raise
         finally:
             os.close(self._wake)
+            self._watch.close()
             self._clear()
             self._clock.lap("clear")
         if code < 0:
@@ -139,7 +147,7 @@ class Running:
             )
         if code and said and not self._timed_out and self._kill_at is None:
             raise SandboxError(f"sandbox {self.sandbox}: crun: {said.replace(chr(10), '; ')}")
-        return RunResult(self.sandbox, code, self._timed_out, self._clock.phases)
+        return RunResult(self.sandbox, code, self._timed_out, hit, self._clock.phases)
 
     def _wait(self) -> int:
         pidfd = pidfd_open(self._process.pid)

@@ -14,17 +14,16 @@ table of all of it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from dsec_runtime import cgroups
 from dsec_runtime.errors import SandboxError
 from dsec_runtime.namespace import RunNamespace
 from dsec_runtime.upper import remove_tree, remove_upper
@@ -40,8 +39,6 @@ log = logging.getLogger("dsec_runtime.sandbox")
 CLAIM_FORMAT = 1
 CRUN_S = 30.0
 """Longest wait for a crun command that only cleans up."""
-END_S = 10.0
-"""Longest wait for killed processes to be gone."""
 
 _ID = re.compile(r"[a-z0-9]{12}\Z")
 
@@ -87,8 +84,10 @@ class Sandboxes:
         """A crun command line with our global options."""
         return [str(self._crun), "--root", str(self.state), "--cgroup-manager=cgroupfs", *args]
 
-    def claim(self, sandbox: str, layers: Sequence[Digest], uid_start: int) -> Claim:
-        """The first trace of a new sandbox on this node."""
+    def claim(
+        self, sandbox: str, layers: Sequence[Digest], uid_start: int, tree: str = ""
+    ) -> Claim:
+        """The first trace of a new sandbox on this node. `tree` is its root in FUSE mode."""
         self._dirs.sandboxes.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = {
             "format": CLAIM_FORMAT,
@@ -96,6 +95,7 @@ class Sandboxes:
             "uid_start": uid_start,
             "cgroup": self.cgroup(sandbox),
             "layers": list(layers),
+            "tree": tree,
         }
         return Claim.make(self.record(sandbox), content)
 
@@ -128,12 +128,14 @@ class Sandboxes:
             self._delete(sandbox)
         cgroup = content.get("cgroup")
         if isinstance(cgroup, str):
-            _remove_cgroup(cgroup)
+            cgroups.remove(cgroup)
         place = self.place(sandbox)
         if not ended:
             self._layers.detach_below(place)
         for layer in content.get("layers", []):
             self._layers.release(parse_digest(layer), sandbox)
+        if tree := content.get("tree"):
+            self._layers.trees.release(str(tree), sandbox)
         try:
             remove_upper(self._dirs, sandbox)
             remove_tree(place)
@@ -213,45 +215,3 @@ def _is_crun(pid: int, state: bytes, sandbox: bytes) -> bool:
     except OSError:
         return False
     return state in args and sandbox in args and b"run" in args
-
-
-def _cgroup_places(cgroup: str) -> list[Path]:
-    """Where a control group is: one place in version 2, one per controller in version 1."""
-    base = Path("/sys/fs/cgroup")
-    name = cgroup.lstrip("/")
-    try:
-        with os.scandir(base) as entries:
-            hierarchies = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    return [p for p in (base / name, *(h / name for h in hierarchies)) if p.is_dir()]
-
-
-def _remove_cgroup(cgroup: str) -> None:
-    """Kill what is in a control group and remove it. SandboxError if it does not go."""
-    deadline = time.monotonic() + END_S
-    pause = 0.001
-    while places := _cgroup_places(cgroup):
-        for place in places:
-            for inner in [*_below(place), place]:
-                with contextlib.suppress(OSError):
-                    for line in (inner / "cgroup.procs").read_text().split():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(int(line), signal.SIGKILL)
-                with contextlib.suppress(OSError):
-                    inner.rmdir()
-        if time.monotonic() > deadline:
-            raise SandboxError(
-                f"control group {cgroup}: still has processes {END_S:g} s after SIGKILL",
-                hint="they wait for a file system or a device; dsec doctor shows them",
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
-def _below(place: Path) -> list[Path]:
-    """Control groups inside one, the innermost first."""
-    found: list[Path] = []
-    for path, names, _ in os.walk(place):
-        found.extend(Path(path, name) for name in names)
-    return found[::-1]

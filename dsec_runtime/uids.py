@@ -5,7 +5,8 @@
 What must hold: a range is given out to one process at a time (its claim is made with
 O_EXCL); it is free again when that process released it, or when `recover` finds the process
 dead and no sandbox left that uses it. Ranges are tried in random order: a range just freed
-is unlikely to be the next.
+is unlikely to be the next. In FUSE mode the lowest free one is taken, because the kernel
+caches the files of a range for the next that has it.
 """
 
 from __future__ import annotations
@@ -44,15 +45,18 @@ class UidRange:
 class UidRanges:
     """The ranges of a node. Safe to use from several threads and processes."""
 
-    def __init__(self, dirs: NodeDirs, *, first: int = FIRST, count: int = COUNT) -> None:
+    def __init__(
+        self, dirs: NodeDirs, *, first: int = FIRST, count: int = COUNT, lowest: bool = False
+    ) -> None:
         self._place = dirs.uids
         self._first = first
         self._count = count
+        self._random_tries = 0 if lowest else _RANDOM_TRIES
 
     def acquire(self) -> UidRange:
         """A free range. Busy if all are taken."""
         self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for _ in range(_RANDOM_TRIES):
+        for _ in range(self._random_tries):
             found = self._try(int.from_bytes(os.urandom(4), "little") % self._count)
             if found is not None:
                 return found

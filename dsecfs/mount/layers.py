@@ -134,6 +134,11 @@ class LayerMounts:
         self._starting = threading.Lock()
         self._looked: dict[Digest, float] = {}
 
+    @property
+    def mode(self) -> Mode:
+        """How layers are mounted; "fuse": not at all, roots come from `trees`."""
+        return self._mode
+
     @cached_property
     def trees(self) -> RootTrees:
         """Roots of containers in FUSE mode, where no layer is mounted."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from dsec_runtime.cgroups import places as cgroup_places
 from dsec_runtime.run import Runner, RunResult, RunSpec
-from dsec_runtime.sandbox import _cgroup_places
 from dsecfs.layers.local import LocalLayer
 from tests.support.mounts import why_no_erofs
 from tests.support.node import Entry, Node, file_inode, node
@@ -78,7 +78,7 @@ def runner(here: Node) -> Iterator[Runner]:
         yield made
         left = remains(here, made)
         made.recover()
-    for place in _cgroup_places(parent):
+    for place in cgroup_places(parent):
         place.rmdir()
     assert left == {}
 
@@ -92,7 +92,7 @@ def remains(here: Node, runner: Runner) -> dict[str, Any]:
         "crun": names(sandboxes.state),
         "cgroups": [
             str(p / name)
-            for p in _cgroup_places(sandboxes.cgroup_parent)
+            for p in cgroup_places(sandboxes.cgroup_parent)
             for name in os.listdir(p)
             if (p / name).is_dir()
         ],

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from dsec_runtime.bundle import Limits
+from dsec_runtime.bundle import Limits, control_groups
+from dsec_runtime.cgroups import LimitWatch
 from dsec_runtime.errors import NoSuchUser, NotExecutable, ProgramNotFound, SandboxError
 from dsec_runtime.run import Runner, RunSpec
-from dsecfs.errors import BadInput, Unsupported
+from dsecfs.errors import BadInput
+from dsecfs.kernel.probe import version
 from dsecfs.layers.local import LocalLayer
 from tests.support.node import Node
 from tests.t5_runtime.conftest import Shell, environment_of, remains
@@ -178,11 +180,6 @@ def test_what_can_be_refused_early_makes_nothing(here: Node, shell: Shell) -> No
     assert remains(here, shell.runner) == {}
 
 
-def test_fuse_mode_says_what_is_missing(here: Node) -> None:
-    with pytest.raises(Unsupported, match="portable mode"):
-        Runner(here.dirs, mode="fuse")
-
-
 def test_owners_and_isolation(here: Node, shell: Shell) -> None:
     out = shell.sh(
         "stat -c '%u:%g %n' / /etc/passwd /home/bob/mine; hostname; ls /proc/1/exe -l;"
@@ -240,7 +237,15 @@ def test_memory_limit(shell: Shell) -> None:
     result, _, err = shell.run(
         "sh", "-c", "tail /dev/zero; exit $?", limits=Limits(memory=32 << 20)
     )
-    assert result.exit_code == 137, err
+    assert (result.exit_code, result.limits_hit) == (137, {"memory"}), err
+    result, _, _ = shell.run("sh", "-c", "kill -9 $$", limits=Limits(memory=32 << 20))
+    assert (result.exit_code, result.limits_hit) == (137, set()), "not every SIGKILL is that"
+
+
+def test_the_memory_limit_counts_for_all_processes_together(shell: Shell) -> None:
+    script = "for i in 1 2 3; do dd if=/dev/zero of=/dev/shm/$i bs=1M count=20 & done; wait"
+    result, _, _ = shell.run("sh", "-c", script, limits=Limits(memory=40 << 20))
+    assert result.limits_hit == {"memory"}
 
 
 def test_pids_limit(shell: Shell) -> None:
@@ -248,6 +253,38 @@ def test_pids_limit(shell: Shell) -> None:
     result, out, err = shell.run("sh", "-c", script, limits=Limits(pids=16))
     assert result.exit_code != 0 and "all" not in out
     assert "fork" in err
+    if control_groups() == "v2" and version() >= (6, 11):
+        assert result.limits_hit == {"pids"}
+
+
+def test_version_2_counts_in_the_group_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On files laid out as the kernel's: here version 2 has no controllers."""
+    monkeypatch.setattr("dsec_runtime.cgroups.BASE", tmp_path)
+    monkeypatch.setattr("dsec_runtime.cgroups.control_groups", lambda: "v2")
+    limits = Limits(memory=1 << 30, pids=10)
+    watch = LimitWatch("/dsec/x", limits)
+    assert (watch.group, watch.limits) == ("/dsec/x/box", limits)
+    assert watch.hit() == set(), "the group does not exist yet"
+    above = tmp_path / "dsec" / "x"
+    above.mkdir(parents=True)
+    (above / "memory.events").write_text("low 0\nmax 9\noom 1\noom_kill 0\n")
+    (above / "pids.events").write_text("max 0\n")
+    assert watch.hit() == set()
+    (above / "memory.events").write_text("low 0\nmax 9\noom 1\noom_kill 2\n")
+    assert watch.hit() == {"memory"}
+    (above / "pids.events").write_text("max 1\n")
+    assert watch.hit() == {"memory", "pids"}
+    watch.close()
+
+
+@pytest.mark.skipif(control_groups() != "hybrid", reason="only where both versions are mounted")
+def test_nothing_stays_below_the_hidden_version_2(runner: Runner, shell: Shell) -> None:
+    shell.sh("true")
+    found = runner._in_namespace().run(["ls", "/sys/fs/cgroup/unified"], timeout_s=10)
+    name = runner.sandboxes.cgroup_parent.strip("/")
+    assert found.returncode == 0 and name not in found.stdout.decode().split()
 
 
 def test_cpu_limit_is_set(runner: Runner, base: LocalLayer) -> None:
