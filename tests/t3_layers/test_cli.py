@@ -14,6 +14,7 @@ import pytest
 
 from dsecfs.cli.main import COMMANDS
 from tests.support.cli import Dsec
+from tests.support.seaweed import Seaweed
 from tests.t3_layers.oci import layer_tar, oci_layout
 
 
@@ -436,3 +437,21 @@ def test_on_a_terminal_there_are_tables(dsec: Dsec, toolkit: str) -> None:
         os.close(ours)
         os.close(theirs)
     assert "toolkit/dsh:1.5" in text and "{" not in text
+
+
+def test_the_same_commands_against_s3(
+    dsec: Dsec, base: str, s3_server: Seaweed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    digest = dsec("layer", "show", base).json["digest"]
+    url, _, options = s3_server.url(prefix=f"cli/{tmp_path.name}").partition("?")
+    monkeypatch.setenv("DSEC_STORE", url)
+    monkeypatch.setenv("DSEC_S3_ENDPOINT", s3_server.endpoint)
+    monkeypatch.setenv("DSEC_S3_PATH_STYLE", "true")
+    assert dsec("store", "init").json["usable"], options
+    assert dsec("layer", "ls").json == []
+    dsec("layer", "publish", str(tmp_path / "rootfs"), "base/debian:12")
+    assert dsec("layer", "show", base).json["digest"] == digest
+    assert dsec("layer", "verify", base).json["bad_chunks"] == 0
+    dsec("layer", "export", base, str(tmp_path / "out.tar"))
+    dsec("layer", "rm", base)
+    assert dsec("store", "trash").json[0]["name"] == "base/debian:12"
