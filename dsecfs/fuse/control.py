@@ -282,6 +282,8 @@ class ControlServer:
                 except trio.ClosedResourceError:
                     break
                 except OSError as e:
+                    if draining.is_set():
+                        break  # a caller came just when the listener was closed
                     if e.errno not in _ACCEPT_AGAIN:
                         raise
                     log.warning("control socket: %s", e.strerror)

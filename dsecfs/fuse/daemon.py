@@ -21,11 +21,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from dsecfs.errors import (
-    BadInput,
     Busy,
     Conflict,
     DeadlineExceeded,
@@ -66,7 +64,7 @@ def start_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
                 stderr=output,
                 pass_fds=[write_end],
                 start_new_session=True,
-                env=_environment(),
+                env=environment(),
                 timeout=timeout_s,
                 check=False,
             )
@@ -180,7 +178,7 @@ def _read_until_end(fd: int, timeout_s: float) -> str | None:
     return None
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The caller's, with our own package importable wherever the daemon's cwd is."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
@@ -202,6 +200,7 @@ def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool =
     # Heavy imports happen here, before the forks, so that their memory is shared.
     from dsecfs.fuse.logfile import log_to
     from dsecfs.fuse.session import mount
+    from dsecfs.fuse.shared import share
     from dsecfs.fuse.supervisor import Supervisor
 
     lock_fd = _lock(config.lock)
@@ -235,8 +234,7 @@ def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool =
         announce(f"failed {failure}" if failure else "ready")
 
     log.info("%s is mounted, device %s", mountpoint, fuse_device(mountpoint))
-    supervisor = Supervisor(config, session, control_fd, lock_fd, announced)
-    return supervisor.run(asdict(config))
+    return Supervisor(config, share(session, config, control_fd, lock_fd), announced).run()
 
 
 def _protect() -> None:
@@ -252,7 +250,8 @@ def _protect() -> None:
 
 
 def main() -> None:
-    """`python -m dsecfs.fuse.daemon [--detach FD] < config.json`."""
+    """`python -m dsecfs.fuse.daemon [--foreground | --detach FD | --adopt] < JSON`."""
+    from dsecfs.fuse.rescue import adopt
     from dsecfs.fuse.supervisor import exit_now
 
     arguments = sys.argv[1:]
@@ -260,19 +259,17 @@ def main() -> None:
     if arguments[:1] == ["--detach"] and len(arguments) == 2 and arguments[1].isdigit():
         ready_fd = int(arguments[1])
         os.set_inheritable(ready_fd, False)
-    elif arguments not in ([], ["--foreground"]):
+    elif arguments not in ([], ["--foreground"], ["--adopt"]):
         print("usage: python -m dsecfs.fuse.daemon [--foreground] < config.json", file=sys.stderr)
         sys.exit(2)
-    try:
-        config = FsConfig.from_json(sys.stdin.read())
-    except BadInput as e:
-        print(e, file=sys.stderr)
-        sys.exit(e.exit_code)
+    adopting = arguments == ["--adopt"]
+    foreground = not adopting and ready_fd < 0
+    text = sys.stdin.read()
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.close(null)
     # Whoever started us reaps this process at once; init gets the real one.
-    if ready_fd >= 0 and os.fork():
+    if not foreground and os.fork():
         exit_now(0)
     os.chdir("/")
     os.umask(0o077)
@@ -292,7 +289,14 @@ def main() -> None:
 
     code = 1
     try:
-        code = run(config, announce, foreground=bool(arguments) and ready_fd < 0)
+        if adopting:
+            code = adopt(text)
+        else:
+            code = run(FsConfig.from_json(text), announce, foreground=foreground)
+    except DsecfsError as e:
+        log.error("%s", e)
+        announce(f"failed {e}")
+        code = e.exit_code
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
     except BaseException:

@@ -18,7 +18,7 @@ from dsecfs.kernel.syscalls import mount, umount
 MAX_BACKGROUND = 256
 """Read-ahead requests the kernel keeps in flight per mount (its default is 12)."""
 
-_FUSERMOUNT_S = 20
+FUSERMOUNT_S = 20
 
 
 def fuse_device(mountpoint: Path) -> str | None:
@@ -66,11 +66,11 @@ def _fusermount(path: Path, lazy: bool) -> None:
             [program, "-u", *(["-z"] if lazy else []), "--", str(path)],
             check=False,
             capture_output=True,
-            timeout=_FUSERMOUNT_S,
+            timeout=FUSERMOUNT_S,
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"},
         )
     except subprocess.TimeoutExpired:
-        raise MountError(f"unmount {path}: fusermount3 did not end in {_FUSERMOUNT_S} s") from None
+        raise MountError(f"unmount {path}: fusermount3 did not end in {FUSERMOUNT_S} s") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().replace("\n", "; ")
         if "busy" in said:

@@ -1,7 +1,7 @@
 """What the processes of one FUSE mount share: a page of memory and a set of descriptors.
 
 A mount is served by three processes (docs/fuse-takeover.md): an active and a standby
-supervisor and a worker. They talk through one page of shared anonymous memory, which lives
+supervisor and a worker. They talk through one page of shared memory (a memfd), which lives
 as long as any of them: who is who, whether the worker is alive, and which requests it is
 handling, so that a request that kills workers can be told from the innocent.
 
@@ -22,12 +22,14 @@ import select
 import signal
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from dsecfs.errors import TooNew
+from dsecfs.fuse.config import FsConfig
+from dsecfs.fuse.session import Session, resend
 
-VERSION = 1
+VERSION = 2
 PAGE_SIZE = 128 * 1024
 
 _ACTIVE, _STANDBY, _WORKER = 1, 3, 5
@@ -144,7 +146,8 @@ def start_time(pid: int) -> int:
 
 
 class SharedPage:
-    """Typed access to the page. Make one with `create`; forks inherit the mapping."""
+    """Typed access to the page. Make one with `create`; forks inherit the mapping, others get
+    the descriptor and `map` it."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -156,10 +159,18 @@ class SharedPage:
             )
 
     @staticmethod
-    def create() -> mmap.mmap:
-        memory = mmap.mmap(-1, PAGE_SIZE)
-        struct.pack_into("=Q", memory, 0, VERSION)
-        return memory
+    def create() -> int:
+        """A memfd with an empty page."""
+        fd = os.memfd_create("dsec-page", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_SIZE)
+        os.pwrite(fd, struct.pack("=Q", VERSION), 0)
+        return fd
+
+    @staticmethod
+    def map(fd: int) -> mmap.mmap:
+        """The mapping must live as long as the process: mmap keeps a descriptor of its own,
+        which processes that are forked later close as one they do not know."""
+        return mmap.mmap(fd, PAGE_SIZE)
 
     # -- who is who
 
@@ -391,16 +402,52 @@ class Inherited:
     """The mount's `FsConfig` as JSON."""
     fuse_fd: int
     memory: mmap.mmap
+    memory_fd: int
+    """The memfd that `memory` maps."""
     slots_fd: int
     """A memfd: the registry of inode number slots, and what the worker lock is taken on."""
     command_fd: int
     """An eventfd: written to make the active supervisor look at the page."""
     control_fd: int
     """The listening control socket, or -1."""
+    lock_fd: int
+    """Holds the lock of the state directory."""
+    init: bytes
+    """`Session.init`."""
     shell: Any
     """The pyfuse3.Operations object that pyfuse3.init was given."""
     successor: bool = False
     """This worker is to follow one that still serves: it waits for the lock."""
+
+    def descriptors(self) -> dict[str, int]:
+        """What a process of the family holds, by name of the field."""
+        fds = {name: getattr(self, name) for name in FD_FIELDS}
+        return {name: fd for name, fd in fds.items() if fd >= 0}
+
+
+FD_FIELDS = ("fuse_fd", "memory_fd", "slots_fd", "command_fd", "control_fd", "lock_fd")
+
+
+def share(session: Session, config: FsConfig, control_fd: int, lock_fd: int) -> Inherited:
+    """What the processes of a new mount have in common."""
+    memory_fd = SharedPage.create()
+    memory = SharedPage.map(memory_fd)
+    page = SharedPage(memory)
+    page.resend = resend(session.fuse_fd) and not config.no_resend
+    page.mounted_at_ns = time.monotonic_ns()
+    return Inherited(
+        version=VERSION,
+        config=asdict(config),
+        fuse_fd=session.fuse_fd,
+        memory=memory,
+        memory_fd=memory_fd,
+        slots_fd=os.memfd_create("dsec-slots", os.MFD_CLOEXEC),
+        command_fd=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
+        control_fd=control_fd,
+        lock_fd=lock_fd,
+        init=session.init,
+        shell=session.shell,
+    )
 
 
 def connection_over(fuse_fd: int) -> bool:

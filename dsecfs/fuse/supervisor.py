@@ -1,15 +1,14 @@
 """The supervisors of one FUSE mount: mount it, keep a worker serving it, survive each other.
 
 The process that mounts runs pyfuse3 until the kernel's INIT is answered and no further, then
-forks a standby copy of itself and a worker (docs/fuse-takeover.md). The state that libfuse
-keeps of a session exists only in processes forked from that one, so both supervisors can
-fork workers and each watches the other by pidfd.
+forks a standby copy of itself and a worker (docs/fuse-takeover.md). Both supervisors can fork
+workers, and each watches the other by pidfd. When both are gone the worker has new ones made
+(rescue.py).
 
 What must hold:
 - supervisors never read a request but INIT, have one thread, and import no client library;
 - forked processes hold no descriptor but those in `Inherited`, 0, 1 and 2;
-- a worker may die at any moment; a supervisor may die at any moment; only the loss of
-  both supervisors and the worker takes the mount down;
+- any process may die at any moment; only the loss of all of them takes the mount down;
 - an unmounted or aborted connection shows as POLLERR on the FUSE descriptor in all
   processes: that, and nothing else, ends the family.
 """
@@ -27,16 +26,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dsecfs.errors import Busy, DsecfsError
 from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.mountpoint import unmount
-from dsecfs.fuse.session import Session, resend
 from dsecfs.fuse.shared import (
     POINTS_CRASH,
     POINTS_KILLED,
-    VERSION,
     Inherited,
     Process,
     SharedPage,
@@ -102,31 +99,15 @@ class Supervisor:
     def __init__(
         self,
         config: FsConfig,
-        session: Session,
-        control_fd: int,
-        lock_fd: int,
+        shared: Inherited,
         announce: Callable[[str], None],
     ) -> None:
         """`announce` is called once: with "" when a worker serves, else with what failed."""
-        memory = SharedPage.create()
         self._config = config
-        self._page = SharedPage(memory)
-        self._lock_fd = lock_fd
+        self._inherited = shared
+        self._page = SharedPage(shared.memory)
         self._announce: Callable[[str], None] | None = announce
-        slots_fd = os.memfd_create("dsec-slots", os.MFD_CLOEXEC)
-        self._inherited = Inherited(
-            version=VERSION,
-            config={},
-            fuse_fd=session.fuse_fd,
-            memory=memory,
-            slots_fd=slots_fd,
-            command_fd=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
-            control_fd=control_fd,
-            shell=session.shell,
-        )
         self._mountpoint = Path(config.mountpoint)
-        self._page.resend = resend(session.fuse_fd) and not config.no_resend
-        self._page.mounted_at_ns = time.monotonic_ns()
         self._peer: Process | None = None
         self._worker: Process | None = None
         self._successor: Process | None = None
@@ -141,9 +122,8 @@ class Supervisor:
 
     # -- processes
 
-    def run(self, worker_config: dict[str, Any]) -> int:
+    def run(self) -> int:
         """Supervise until the connection ends. In a worker: serve. Returns an exit code."""
-        self._inherited.config = worker_config
         role = Role.ACTIVE
         while True:
             try:
@@ -164,8 +144,7 @@ class Supervisor:
             return Process(pid, os.pidfd_open(pid))
         if self._announce is not None:
             self._announce = None
-        keep = {0, 1, 2, self._lock_fd, self._inherited.fuse_fd, self._inherited.slots_fd}
-        keep |= {self._inherited.command_fd, self._inherited.control_fd}
+        keep = {0, 1, 2, *self._inherited.descriptors().values()}
         parent = os.getppid()
         self._peer = self._worker = self._successor = None
         if role is Role.STANDBY:

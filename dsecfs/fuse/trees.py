@@ -14,7 +14,9 @@ A merged directory is named by its topmost part. A directory has one path in its
 the parts below it can be found again: up by `..` to the layer's root, then down by names.
 
 run/trees/<id>.json describes a tree: its layers, and the range of ids its owners are shifted
-to, if any (owners.py). The merge is the same for every range and is shared.
+to, if any (owners.py). The merge is the same for every range and is shared. A tree with shifted
+owners is made to be a container's lower; one without is shown as it is, and so has the names
+of escaped attributes that overlayfs would show.
 """
 
 from __future__ import annotations
@@ -149,9 +151,8 @@ class MergedTree:
         return image.readlink(nid)
 
     def xattrs(self, node: int) -> dict[bytes, bytes]:
-        """Attributes under the names that overlayfs shows: escaped ones without their escape."""
         image, _, nid = self.split(node)
-        return {overlay_shows(name): value for name, value in image.xattrs(nid).items()}
+        return image.xattrs(nid)
 
     def parts(self, node: int) -> Parts:
         """The directories that make up directory `node`, topmost first."""
@@ -359,7 +360,10 @@ class TreeSpace:
 
     def xattrs(self, node: int) -> Mapping[bytes, bytes]:
         found = self._tree.xattrs(node)
-        return found if self._owners is None else self._owners.xattrs(found)
+        if self._owners is not None:
+            # A lower of an overlay, which removes escapes itself and obeys what has none.
+            return self._owners.xattrs(found)
+        return {overlay_shows(name): value for name, value in found.items()}
 
     def _file(self, node: int) -> _File:
         file = self._files.use(node)

@@ -17,6 +17,7 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -29,6 +30,7 @@ from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.control import ControlServer
 from dsecfs.fuse.loop import RequestWait
 from dsecfs.fuse.operations import HANDLERS, Handlers
+from dsecfs.fuse.rescue import AGAIN_S, ALONE_S, call_supervisors
 from dsecfs.fuse.session import resend
 from dsecfs.fuse.shared import VERSION, Inherited, SharedPage, lock_worker
 from dsecfs.fuse.slots import Slots
@@ -104,6 +106,7 @@ async def _serve(
     async with trio.open_nursery() as helpers:
         await helpers.start(_watch_signals, inherited, page, draining)
         helpers.start_soon(_beat, page)
+        helpers.start_soon(_mind_supervisors, inherited, page)
         control = None
         if inherited.control_fd >= 0:
             control = ControlServer(inherited, config, page, spaces, handlers, source)
@@ -143,6 +146,27 @@ async def _beat(page: SharedPage) -> None:
     while True:
         page.beat()
         await trio.sleep(BEAT_S)
+
+
+async def _mind_supervisors(inherited: Inherited, page: SharedPage) -> None:
+    """Have new supervisors made when both are gone: without them our death would be the end."""
+    from dsecfs.fuse.daemon import environment
+
+    alone_s = 0.0
+    while True:
+        await trio.sleep(BEAT_S)
+        if page.supervisors():
+            alone_s = 0.0
+            continue
+        alone_s += BEAT_S
+        if alone_s < ALONE_S:
+            continue
+        alone_s = ALONE_S - AGAIN_S
+        log.error("both supervisors are gone: calling new ones")
+        try:
+            await trio.to_thread.run_sync(call_supervisors, inherited, environment())
+        except (OSError, subprocess.TimeoutExpired) as e:
+            log.error("cannot call supervisors: %s", e)
 
 
 async def _watch_signals(

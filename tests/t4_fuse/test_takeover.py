@@ -171,17 +171,46 @@ def test_stale_mount_is_recovered() -> None:
         assert "without anybody to serve it" in f.log()
 
 
-def test_workers_loss_of_both_supervisors_is_survived_by_reads() -> None:
+def lose_supervisors(f: Family) -> int:
+    """Kill both supervisors so that neither can replace the other; the worker's pid."""
+    s = f.settled()
+    # Stopped first.
+    for role in ("active", "standby"):
+        os.kill(s[role], signal.SIGSTOP)
+    for role in ("active", "standby"):
+        os.kill(s[role], signal.SIGKILL)
+    wait_for("their end", lambda: not f.pids() & {s["active"], s["standby"]})
+    return int(s["worker"])
+
+
+def test_a_worker_alone_has_new_supervisors_made() -> None:
+    with family() as f:
+        digest = f.add_blob("big", SIZE)
+        with Readers(f.blob(digest), digest, SIZE) as readers:
+            for _ in range(2):
+                worker = lose_supervisors(f)
+                readers.check_progress()
+                s = f.settled()
+                assert s["worker"] == worker
+                assert s["supervisors"] == 2
+                # The new ones are as good as the old ones.
+                for role in ("worker", "active", "worker", "standby"):
+                    f.kill(role)
+                    readers.check_progress()
+            f.client.restart_worker()
+        assert f.blob(digest).read_bytes()[-100:] == content(digest, SIZE - 100, 100)
+        with f.blob(digest).open("rb"), pytest.raises(Busy):
+            stop_daemon(f.config)
+        assert "Traceback" not in f.log()
+        assert stop_daemon(f.config)
+        assert f.pids() == set()
+        assert sorted(os.listdir(f.dirs.run)) == ["fs", "fs.lock", "fs.log"]
+
+
+def test_a_worker_alone_can_be_stopped() -> None:
     with family() as f:
         digest = f.add_blob("small", 8192)
-        s = f.settled()
-        # Stopped first, so that neither can replace the other.
-        for role in ("active", "standby"):
-            os.kill(s[role], signal.SIGSTOP)
-        for role in ("active", "standby"):
-            os.kill(s[role], signal.SIGKILL)
-        wait_for("their end", lambda: f.pids() == {s["worker"]})
-        assert f.status()["supervisors"] == 0
+        lose_supervisors(f)
         assert f.blob(digest).read_bytes() == content(digest, 0, 8192)
         assert stop_daemon(f.config)
         assert fuse_device(f.dirs.fs) is None
