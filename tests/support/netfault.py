@@ -22,6 +22,7 @@ import contextlib
 import errno
 import fcntl
 import heapq
+import json
 import os
 import selectors
 import socket
@@ -340,7 +341,10 @@ def _reset_socket(side: socket.socket) -> None:
 
 
 def main() -> None:
-    """Run until standard input ends: a proxy never outlives who started it."""
+    """Run until standard input ends: a proxy never outlives who started it.
+
+    Prints its port, and at the end what has passed, as JSON.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True, help="HOST:PORT")
     parser.add_argument("--latency-ms", type=float, default=0.0)
@@ -349,6 +353,17 @@ def main() -> None:
     with NetFault(host, int(port), latency_s=options.latency_ms / 1000) as proxy:
         print(proxy.port, flush=True)
         sys.stdin.read()
+        print(
+            json.dumps(
+                {
+                    "connections": proxy.connections,
+                    "requests": proxy.requests,
+                    "bytes_up": proxy.bytes_up,
+                    "bytes_down": proxy.bytes_down,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
