@@ -222,3 +222,13 @@ def test_a_name_reads_back_as_itself(text: str) -> None:
         return
     assert parse_name(str(name), default_kind=name.kind) == name
     assert ".." not in (name.name + "/" + name.version + name.channel).split("/")
+
+
+def test_a_path_in_a_message_is_one_printable_line() -> None:
+    root = directory()
+    assert root.children is not None
+    root.children[b"a\nb\x1b[31m" + b"x" * 300] = Inode(0o100644, uid=-1)
+    with pytest.raises(BadInput) as caught:
+        write_erofs(root, [])
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from dsecfs.errors import BadInput, DsecfsError, UnsafeArchive, Unsupported
+from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.merge import LayerTree, merge
-from dsecfs.layers.sources.base import Limits, at_prefix
+from dsecfs.layers.sources.base import Limits, Segment, align_segments, at_prefix
 from dsecfs.layers.sources.directory import read_directory
 from dsecfs.layers.sources.tar import read_tar
 from dsecfs.layers.sources.upper import IdRange, read_upper
@@ -412,3 +413,30 @@ def test_a_fifo_in_the_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     thread.start()
     thread.join(20)
     assert done and get(done[0].root, "f").mode & 0o170000 == stat.S_IFIFO
+
+
+def test_a_huge_sparse_file_gets_a_coarse_map(tmp_path: Path) -> None:
+    """/var/log/lastlog of a machine with large uids."""
+    size = 292 * 10**9
+    path = tmp_path / "tree" / "lastlog"
+    path.parent.mkdir()
+    with path.open("wb") as f:
+        f.truncate(size)
+        for offset in (0, 292 * 1000, size - 292):
+            f.seek(offset)
+            f.write(b"x" * 292)
+    sink = MemorySink()
+    tree = read_directory(str(path.parent), sink)
+    inode = (tree.root.children or {})[b"lastlog"]
+    assert inode.size == size
+    assert len(sink.data) <= 6 << 20
+    with path.open("rb") as f:
+        for e in inode.extents:
+            f.seek(e.logical)
+            assert sink.data[e.physical : e.physical + e.length] == f.read(e.length)
+    assert len(write_erofs(tree.root, [Device(b"a" * 64, len(sink.data))])) < 4 << 20
+
+
+def test_a_sparse_map_is_not_widened_to_mostly_zeros() -> None:
+    spread = [Segment(i << 27, 1) for i in range(1000)]
+    assert sum(s.length for s in align_segments(spread, 1 << 40)) == 4096 * 1000

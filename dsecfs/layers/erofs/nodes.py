@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from dsecfs.errors import BadInput
 from dsecfs.layers.erofs import format as f
 from dsecfs.layers.erofs.chunks import plan_chunks
+from dsecfs.layers.sources.base import show
 from dsecfs.layers.tree import NAME_MAX, Inode
 
 _ID_MAX = 0xFFFFFFFE
 """Linux keeps uid and gid 2^32-1 for "no such id"."""
+
+_SHOWN = 200
+"""Bytes of a path in a message."""
 
 _TIME_END = (1 << 63) * 1_000_000_000
 
@@ -82,17 +86,17 @@ class Node:
 
     @property
     def path(self) -> str:
-        """For people: the first path by which the inode was reached."""
+        """For people: the end of the first path by which the inode was reached."""
         names = []
         node: Node | None = self
         while node is not None and node.parent is not None:
             names.append(node.name)
             node = node.parent
-        return "/" + b"/".join(reversed(names)).decode("utf-8", "backslashreplace")
+        path = b"/" + b"/".join(reversed(names))
+        return show(path) if len(path) <= _SHOWN else f"…{show(path[-_SHOWN:])}"
 
     def bad(self, why: str, hint: str = "") -> BadInput:
-        shown = self.path if len(self.path) <= 500 else "…" + self.path[-500:]
-        return BadInput(f"cannot store {shown} in a layer: {why}", hint=hint)
+        return BadInput(f"cannot store {self.path} in a layer: {why}", hint=hint)
 
 
 def collect(root: Inode, devices: Sequence[f.Device]) -> list[Node]:

@@ -231,18 +231,38 @@ def split_path(name: bytes, limits: Limits, what: str) -> list[bytes]:
     return parts
 
 
+FINE_SIZE = 16 << 30
+"""Bytes up to which a file's map may have an entry for each block (erofs/chunks.py, 2^22)."""
+COARSE_GRAINS = 1 << 18
+MAX_WIDENED = 1 << 30
+"""Bytes of zeros that a coarse grain may add to a file."""
+
+
 def align_segments(segments: Iterable[Segment], size: int) -> list[Segment]:
     """Widen data ranges to block borders, joining those that then touch.
 
     `segments` are sorted, disjoint and inside `size`. The gaps that are swallowed are
     zeros: a `Widened` stream supplies them.
+
+    A file of more than FINE_SIZE (/var/log/lastlog is as long as the largest uid) is widened to
+    a coarser grain, since its map in EROFS has an entry for each grain; unless that would be
+    mostly zeros: then the writer of the metadata says that it cannot be stored.
     """
+    if size > FINE_SIZE:
+        segments = list(segments)
+        coarse = _widen(segments, size, 1 << (size // COARSE_GRAINS).bit_length())
+        if sum(s.length for s in coarse) <= MAX_WIDENED + 2 * sum(s.length for s in segments):
+            return coarse
+    return _widen(segments, size, BLOCK)
+
+
+def _widen(segments: Iterable[Segment], size: int, grain: int) -> list[Segment]:
     out: list[Segment] = []
     for offset, length in segments:
         if not length:
             continue
-        start = offset // BLOCK * BLOCK
-        end = min(-(-(offset + length) // BLOCK) * BLOCK, size)
+        start = offset // grain * grain
+        end = min(-(-(offset + length) // grain) * grain, size)
         if out and start <= out[-1].offset + out[-1].length:
             start = out[-1].offset
             out.pop()
