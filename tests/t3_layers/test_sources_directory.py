@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -241,23 +242,23 @@ def in_child(uid: int, act: Callable[[], str]) -> str:
 
 
 @root_only
-def test_without_root(tmp_path: Path) -> None:
-    top = tmp_path / "top"
-    top.mkdir()
-    populate(top)
-    for path in [tmp_path, *tmp_path.parents][:4]:
-        if not path.stat().st_mode & 1:
-            path.chmod(path.stat().st_mode | 0o111)
-    want = disk_listing(str(top), xattrs=False)
+def test_without_root() -> None:
+    # Not below pytest's own directory, which another run may close to others at any time.
+    with tempfile.TemporaryDirectory(prefix="dsec-test-") as made:
+        os.chmod(made, 0o755)
+        top = Path(made) / "top"
+        top.mkdir()
+        populate(top)
+        want = disk_listing(str(top), xattrs=False)
 
-    def read() -> str:
-        sink = MemorySink()
-        root = read_directory(str(top), sink).root
-        return repr(difference(listing(root, sink), want))
+        def read() -> str:
+            sink = MemorySink()
+            root = read_directory(str(top), sink).root
+            return repr(difference(listing(root, sink), want))
 
-    assert in_child(65534, read) == "[]"
-    (top / "dir/file").chmod(0)
-    assert "dir/file: cannot read it: Permission denied" in in_child(65534, read)
+        assert in_child(65534, read) == "[]"
+        (top / "dir/file").chmod(0)
+        assert "dir/file: cannot read it: Permission denied" in in_child(65534, read)
 
 
 # Uppers.
