@@ -9,10 +9,13 @@ advice only. Whatever goes wrong here costs speed, never a read.
 from __future__ import annotations
 
 import logging
+import time
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from dsecfs.cache.blobfiles import VALID
 from dsecfs.cache.chunkcache import ChunkCache
 from dsecfs.errors import DsecfsError
 from dsecfs.layers.digest import Digest
@@ -34,6 +37,10 @@ Plan = list[tuple[Digest, "array[int]"]]
 
 _PARALLEL = 8
 """Layouts that are looked up at the same time."""
+_LAYOUT_S = 600.0
+"""Seconds for which this node's copy of a layout is taken to be the newest ..."""
+_MANY = 16
+"""... and always when fewer chunks than these are to be fetched."""
 
 
 def warm_plan(
@@ -66,7 +73,37 @@ def warm_plan(
         if not plan or plan[-1][0] != blob:
             plan.append((blob, array("I")))
         plan[-1][1].append(chunk)
+    _renew_layouts(cache, plan)
     return plan
+
+
+def _renew_layouts(cache: ChunkCache, plan: Plan) -> None:
+    """Where much is to be fetched by a layout that this node has had for long, look for a
+    newer one: `optimize` may have put it all together since."""
+    missing: Counter[Digest] = Counter()
+    for blob, chunks in plan:
+        state = cache.open(blob).files.state
+        missing[blob] += sum(state(chunk) != VALID for chunk in chunks)
+    old = [blob for blob, count in missing.items() if count >= _MANY and _is_old(cache, blob)]
+    if not old:
+        return
+
+    def renew(blob: Digest) -> None:
+        try:
+            cache.open(blob).refresh_layout()
+        except DsecfsError as e:
+            log.info("blob %s keeps its layout: %s", blob[:12], e)
+
+    with ThreadPoolExecutor(_PARALLEL, "dsec-warm") as pool:
+        list(pool.map(renew, old))
+
+
+def _is_old(cache: ChunkCache, blob: Digest) -> bool:
+    try:
+        written = (cache.dirs.blob(blob) / "layout").stat().st_mtime
+    except FileNotFoundError:
+        return False  # it was had from the store just now, and could not be kept
+    return time.time() - written > _LAYOUT_S
 
 
 def _hot(cache: ChunkCache, blob: Digest) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -239,6 +241,27 @@ def test_a_mount_is_warmed_by_its_runs_and_then_by_one_read(
     done = optimize(store, order, hot_blobs(head))
     assert warm(store, head, tmp_path / "hot") == (chunks, 1, done.stored)
     assert scattered > 1
+
+
+def test_a_node_that_knows_the_old_layout_finds_the_hot_object(
+    store: DirectoryStore, head: LayerHead, tmp_path: Path
+) -> None:
+    (blob,) = head.manifest.blobs
+    layers = [TracedLayer(head.manifest.blobs, ErofsImage(head.erofs))]
+    save_trace(store, Trace(ENV, tuple(accesses())))
+    before = warm(store, head, tmp_path)
+    optimize(store, trace_chunks(accesses(), layers, ahead=REPLAY_AHEAD), hot_blobs(head))
+    place = tmp_path / "data" / "blobs" / blob.digest
+
+    def forget_chunks(age: float) -> None:
+        (place / "present").unlink()
+        (place / "data").unlink()
+        os.utime(place / "layout", (time.time() - age, time.time() - age))
+
+    forget_chunks(age=0)
+    assert warm(store, head, tmp_path)[1] == before[1]
+    forget_chunks(age=3600)
+    assert warm(store, head, tmp_path)[1] == 1
 
 
 def test_an_environment_that_never_ran_is_warmed_by_what_is_hot(
