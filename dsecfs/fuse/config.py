@@ -13,6 +13,7 @@ from dsecfs.errors import BadInput
 from dsecfs.nodedirs import NodeDirs
 
 DEFAULT_ENTRY = "dsecfs.fuse.worker:main"
+CGROUP = "/dsec/fs"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class FsConfig:
     """How long a worker may take until it serves."""
     log_bytes: int = 4 << 20
     """Size at which fs.log becomes fs.log.1."""
+    cgroup: str = CGROUP
+    """Control group of the daemon's processes, if root starts it detached: what ends or limits
+    the group of whoever started it does not reach them. "" leaves them where they are."""
     no_resend: bool = False
     """Behave as on a kernel without FUSE_NOTIFY_RESEND."""
     entry: str = DEFAULT_ENTRY

@@ -31,9 +31,10 @@ from dsecfs.errors import (
     MountError,
     NotFound,
 )
-from dsecfs.fuse.config import FsConfig
+from dsecfs.fuse.config import CGROUP, FsConfig
 from dsecfs.fuse.control import FsClient, listen
 from dsecfs.fuse.mountpoint import fuse_device, recover_stale, tune
+from dsecfs.kernel.cgroups import enter, leave_behind
 
 log = logging.getLogger("dsecfs.fuse.daemon")
 
@@ -140,6 +141,8 @@ def stop_daemon(
         done = {"stopped": True}
     if done["stopped"]:
         _wait_unlocked(state / "fs.lock", timeout_s)
+        if os.geteuid() == 0:
+            leave_behind(CGROUP if isinstance(config, Path) else config.cgroup)
     return True
 
 
@@ -208,6 +211,10 @@ def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool =
         announce("busy")
         return 5
     log_to(config.log, config.log_bytes, capture=not foreground, echo=foreground)
+    if not foreground and config.cgroup and os.geteuid() == 0:
+        # A service manager that runs us in the foreground has given us a group already.
+        for failure in enter(config.cgroup):
+            log.info("stays in the control group of its caller: %s", failure)
     mountpoint = Path(config.mountpoint)
     try:
         if recover_stale(mountpoint):

@@ -51,6 +51,11 @@ TREE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 
 _KEPT_DIRECTORIES = 16384
 _KEPT_ENTRIES = 200_000
+_KEPT_NAMES = 100_000
+_PATIENCE = 4
+_BYTES_A_LOOKUP = 512
+"""All names of a directory are read once, for quick lookups, when PATIENCE names were looked up
+and one more for each so many bytes of its size: then that is the smaller part of the work."""
 _KEPT_FILES = 16384
 
 Parts = tuple[tuple[int, int], ...]
@@ -72,6 +77,10 @@ class MergedTree:
         self._listings: Bounded[int, tuple[tuple[bytes, int], ...]] = Bounded(
             _KEPT_ENTRIES, lambda entries: len(entries) + 4
         )
+        self._by_name: Bounded[int, Mapping[bytes, int]] = Bounded(
+            _KEPT_NAMES, lambda names: len(names) + 4
+        )
+        self._patience: Bounded[int, int] = Bounded(_KEPT_DIRECTORIES)
         parts: list[tuple[int, int]] = []
         for layer in range(len(self._images) - 1, -1, -1):
             image = self._images[layer]
@@ -109,7 +118,18 @@ class MergedTree:
 
     def lookup(self, node: int, name: bytes) -> int | None:
         """What directory `node` has under `name`, None if nothing."""
-        found, is_dir = self._descend(self._parts_of(node), name)
+        names = self._by_name.use(node)
+        if names is not None:
+            return names.get(name)
+        parts = self._parts_of(node)
+        left = self._patience.get(node)
+        if left is None:
+            size = sum(self._images[layer].stat(nid).size for layer, nid in parts)
+            left = _PATIENCE + size // _BYTES_A_LOOKUP
+        if not left:
+            return self._by_name.keep(node, dict(self.entries(node))).get(name)
+        self._patience.keep(node, left - 1)
+        found, is_dir = self._descend(parts, name)
         if not found:
             return None
         child = self._node(*found[0])

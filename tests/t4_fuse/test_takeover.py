@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from dsecfs.errors import Busy, MountError, NotFound
 from dsecfs.fuse.daemon import ensure_daemon, stop_daemon
 from dsecfs.fuse.mountpoint import fuse_device
+from dsecfs.kernel.cgroups import hierarchies
 from tests.t4_fuse.fakeworker import content
 from tests.t4_fuse.family import Family, Readers, family, wait_for, why_no_resend
 
@@ -157,6 +159,37 @@ def test_one_daemon_per_directory() -> None:
         with pytest.raises(Busy):
             f.start()
         assert ensure_daemon(f.config).ping() == f.client.ping()
+
+
+def test_a_control_group_of_its_own() -> None:
+    """All processes leave the groups of who started them, also those that are made later."""
+    if not hierarchies():
+        pytest.skip("no control groups are mounted here")
+    group = f"/dsec-test-{os.getpid()}/fs"
+    places = [top / group.lstrip("/") for top in hierarchies()]
+    try:
+        with family(cgroup=group) as f:
+            f.kill_worker()
+            lose_supervisors(f)
+            f.settled()
+            pids = f.pids()
+            assert len(pids) == 3
+            for place in places:
+                assert {int(p) for p in (place / "cgroup.procs").read_text().split()} == pids
+            assert stop_daemon(f.config)
+            assert not any(place.exists() for place in places)
+    finally:
+        for place in places:
+            with contextlib.suppress(FileNotFoundError):
+                place.parent.rmdir()
+
+
+def test_a_group_that_cannot_be_made_is_no_obstacle() -> None:
+    with family(cgroup="/dsec-test-none/a\nb") as f:
+        assert "stays in the control group of its caller" in f.log()
+    for top in hierarchies():
+        with contextlib.suppress(FileNotFoundError):
+            (top / "dsec-test-none").rmdir()
 
 
 def test_stale_mount_is_recovered() -> None:
