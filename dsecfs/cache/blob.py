@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from dsecfs.cache.blobfiles import HEADER, OLD, STATE, BlobFiles
+from dsecfs.cache.blobfiles import ABSENT, HEADER, OLD, STATE, BlobFiles
 from dsecfs.errors import BadInput, Busy, CacheError, Corrupt, FormatError, NotFound, TooNew
 from dsecfs.layers.digest import (
     DIGEST_LEN,
@@ -63,6 +63,11 @@ _PIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE)
 
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+_STATES = bytes(i & STATE for i in range(256))
+"""The state in the lowest byte of a word …"""
+_OLD_STATES = bytes(OLD if i & STATE else ABSENT for i in range(256))
+"""… and what it is worth in a later boot."""
 
 _SAY_AGAIN_S = 60.0
 _said_at = -_SAY_AGAIN_S
@@ -211,6 +216,22 @@ def pins(dirs: NodeDirs, blob: Digest) -> list[str]:
         return sorted(os.listdir(dirs.blob(blob) / "pins"))
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def stored_states(dirs: NodeDirs, blob: Digest) -> bytes | None:
+    """The state of each chunk as the files say it now, VALID of an earlier boot as OLD.
+
+    Opens nothing for longer than a read, so it is cheap for a look at many blobs. None if
+    there is no usable `present`.
+    """
+    try:
+        content = (dirs.blob(blob) / "present").read_bytes()
+    except OSError:
+        return None
+    if content[:12] != _PRESENT.pack(PRESENT_MAGIC, PRESENT_VERSION, 0, 0, 0, b"")[:12]:
+        return None
+    here = content[_PRESENT.size - 36 : _PRESENT.size] == boot_id().encode()
+    return content[HEADER::4].translate(_STATES if here else _OLD_STATES)
 
 
 def forget_blob(dirs: NodeDirs, blob: Digest, idle_s: float) -> bool:

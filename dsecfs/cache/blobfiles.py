@@ -41,6 +41,7 @@ _FLOCK = struct.Struct("hh4xqqi4x")  # struct flock of 64-bit Linux; l_pid must 
 _libc = ctypes.CDLL(None, use_errno=True)
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # linux/falloc.h
 _TMPFS_MAGIC = 0x01021994  # linux/magic.h
+_RWF_DONTCACHE = 0x80  # linux/fs.h, from 6.14 on; file systems may not know it
 
 
 class Damaged(Exception):
@@ -69,6 +70,7 @@ class BlobFiles:
         self._data_fd = data_fd
         self.nowait_flag = 0
         self.can_nowait = True
+        self._can_drop = True
         if self.volatile:
             self.words = memoryview(bytearray(4 * self.count)).cast("I")
             self.used = memoryview(bytearray(4 * self.count)).cast("I")
@@ -94,11 +96,14 @@ class BlobFiles:
         words = self.words[first : last + 1].tolist()
         return [first + i for i, w in enumerate(words) if w & STATE != VALID]
 
-    def read_valid(self, offset: int, size: int, *, nowait: bool) -> bytearray | None:
+    def read_valid(
+        self, offset: int, size: int, *, nowait: bool, once: bool = False
+    ) -> bytearray | None:
         """Exactly `size` > 0 bytes at `offset` (inside the blob), or None.
 
         None: a chunk is not VALID, went away during the read, the file is shorter than it
-        should be, or (`nowait`) the bytes are not in memory. Raises OSError as the disk does.
+        should be, or (`nowait`) the bytes are not in memory. `once`: what must be read from
+        the disk need not stay in memory. Raises OSError as the disk does.
         """
         first = offset // self.chunk_size
         last = (offset + size - 1) // self.chunk_size
@@ -110,7 +115,7 @@ class BlobFiles:
                 return None
         buffer = bytearray(size)
         try:
-            n = os.preadv(self._data_fd, [buffer], offset, self.nowait_flag if nowait else 0)
+            n = self._read(buffer, offset, nowait=nowait, once=once)
         except BlockingIOError:
             return None
         except OSError as e:
@@ -121,6 +126,16 @@ class BlobFiles:
         if n != size or self.words[first : last + 1].tolist() != before:
             return None
         return buffer
+
+    def _read(self, buffer: bytearray, offset: int, *, nowait: bool, once: bool) -> int:
+        if once and self._can_drop:
+            try:
+                return os.preadv(self._data_fd, [buffer], offset, _RWF_DONTCACHE)
+            except OSError as e:
+                if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self._can_drop = False
+        return os.preadv(self._data_fd, [buffer], offset, self.nowait_flag if nowait else 0)
 
     def read_unchecked(self, chunk: int) -> bytes:
         """The bytes of `chunk` as they are on disk, perhaps short: the caller hashes them."""

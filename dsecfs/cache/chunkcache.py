@@ -99,7 +99,7 @@ class CachedBlob(Blob):
         read_ahead: int,
     ) -> None:
         super().__init__(digest, size, chunk_size, digests, files)
-        self.opened = time.monotonic()
+        self.opened = self.last_used = time.monotonic()
         self._fetcher = fetcher
         self._stats = stats
         self._deadline_s = deadline_s
@@ -319,22 +319,17 @@ class CachedBlob(Blob):
             )
         return self.complete()
 
-    def scrub(self, *, pause_s: float = 0.01, stop: Callable[[], bool] = lambda: False) -> int:
-        """Hash every chunk that is here, slowly; what is damaged is replaced in place, never
-        punched (EROFS may be reading the file). Returns how many were damaged. Blocks."""
-        damaged = 0
-        for chunk in range(self.chunk_count):
-            if stop():
-                break
-            data = self.files.read_valid(
-                chunk * self.chunk_size, self.files.length(chunk), nowait=False
-            )
-            if data is not None and not self.matches(chunk, bytes(data)):
-                damaged += 1
-                self.files.demote(chunk)
-                self.prefetch([chunk], priority=Priority.BACKGROUND).wait(self._deadline_s)
-            time.sleep(pause_s)
-        return damaged
+    def is_damaged(self, chunk: int) -> bool:
+        """Hash a chunk that is here. True: it was damaged, and is to be hashed or fetched
+        before it is used the next time. OSError: the disk cannot read it."""
+        self._stats.add("scrubbed")
+        data = self.files.read_valid(
+            chunk * self.chunk_size, self.files.length(chunk), nowait=False, once=True
+        )
+        if data is None or self.matches(chunk, data):
+            return False
+        self.files.demote(chunk)
+        return True
 
     def refresh_layout(self) -> None:
         """Take the newest layout of the store (after `optimize`). Blocks; store errors."""
@@ -369,8 +364,8 @@ class ChunkCache:
         lock_wait_s: float = LOCK_WAIT_S,
     ) -> None:
         """`max_bytes`, `min_free` and `read_ahead` in bytes; `high` and `low` are shares of
-        `max_bytes`; `open_blobs` stay open when nobody uses them. A store that is given as
-        a function is opened at need and closed by `close`."""
+        `max_bytes`; up to `open_blobs` stay open when nobody uses them (`close_idle`). A store
+        that is given as a function is opened at need and closed by `close`."""
         self.dirs = dirs
         self.stats = Stats(dirs)
         self._deadline_s = deadline_s
@@ -386,10 +381,11 @@ class ChunkCache:
             dirs, store, self.stats, self._evictor, threads=threads, lock_wait_s=lock_wait_s
         )
 
-    def open(self, blob: Digest) -> CachedBlob:
+    def open(self, blob: Digest, *, keep: bool = True) -> CachedBlob:
         """The blob, ready to be read. Reads its chunk list from this node and verifies it.
 
-        Raises NotFound (no chunk list here), FormatError, Busy, CacheError.
+        `keep` False: it need not stay open for the next one. Raises NotFound (no chunk list
+        here), FormatError, Busy, CacheError.
         """
         with self._lock:
             if self._pid != os.getpid():
@@ -400,9 +396,10 @@ class ChunkCache:
                 found.files.volatile and time.monotonic() - found.opened > _RETRY_VOLATILE_S
             ):
                 self._blobs.move_to_end(blob)
+                found.last_used = time.monotonic()
                 return found
             listed = read_chunk_list(self.dirs, blob)
-            opened = self._blobs[blob] = CachedBlob(
+            opened = CachedBlob(
                 blob,
                 listed.chunk_size,
                 listed.size,
@@ -413,11 +410,27 @@ class ChunkCache:
                 deadline_s=self._deadline_s,
                 read_ahead=self._read_ahead,
             )
-            self._blobs.move_to_end(blob)
+            if keep:
+                self._blobs[blob] = opened
+                self._blobs.move_to_end(blob)
             while len(self._blobs) > self._open_blobs:
                 # Who still holds it goes on using it; its files close with the last of them.
                 self._blobs.popitem(last=False)
             return opened
+
+    def close_idle(self, idle_s: float) -> int:
+        """Close blobs that nobody has opened for `idle_s` seconds; how many. Who still holds
+        one goes on using it."""
+        before = time.monotonic() - idle_s
+        with self._lock:
+            idle = [digest for digest, blob in self._blobs.items() if blob.last_used <= before]
+            for digest in idle:
+                del self._blobs[digest]
+        return len(idle)
+
+    def busy(self) -> bool:
+        """Whether chunks are on their way."""
+        return self._fetcher.busy()
 
     def prefetch(
         self,

@@ -53,7 +53,7 @@ class Blob:
     def chunk_digest(self, chunk: int) -> bytes:
         return self._digests[chunk * DIGEST_LEN : (chunk + 1) * DIGEST_LEN]
 
-    def matches(self, chunk: int, data: bytes) -> bool:
+    def matches(self, chunk: int, data: bytes | bytearray) -> bool:
         """Whether `data` is that chunk."""
         if len(data) != self.files.length(chunk):
             return False

@@ -134,6 +134,10 @@ class Fetcher:
                 if fetch is not None and listener in fetch.listeners:
                     fetch.listeners.remove(listener)
 
+    def busy(self) -> bool:
+        """Whether anything is being fetched or waits for it."""
+        return bool(self._fetches)
+
     def queued(self) -> int:
         """How many prefetches wait for their turn (a bound for read-ahead)."""
         return self._remote.waiting(Priority.PREFETCH)

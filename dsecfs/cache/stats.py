@@ -42,6 +42,9 @@ COUNTERS = (
     "errors",  # chunks that ended in an error
     "layouts",  # layouts fetched
     "disk_errors",  # times the disk lost bytes it had taken, so a blob was verified again
+    "scrubbed",  # chunks in direct use that the scrubber hashed
+    "unhealed",  # chunks in direct use that were damaged and could not be fetched again
+    "forgotten",  # layers and blobs of which everything was removed from this node
 )
 """Names of all counters, in the order of a slot. Append only."""
 

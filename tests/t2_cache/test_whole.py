@@ -1,4 +1,4 @@
-"""Whole blobs: complete, verified for direct use, scrubbed; and the counters."""
+"""Whole blobs: complete, verified for direct use; and the counters."""
 
 from __future__ import annotations
 
@@ -48,33 +48,6 @@ def test_verify_all_replaces_what_is_damaged(
     assert cache.open(packed.digest).verify_all(deadline_s=20)
     assert (dirs.blob(packed.digest) / "data").read_bytes() == packed.content
     assert cache.stats.snapshot()["corrupt_cache"] == 1
-
-
-def test_scrub_heals_in_place(
-    dirs: NodeDirs,
-    packed: Packed,
-    make_cache: MakeCache,
-    store: CountingStore,
-    expect_log: ExpectLog,
-) -> None:
-    expect_log(r"chunk 0: damaged")
-    expect_log(r"chunk 3: damaged")
-    expect_log(r"chunk 10: damaged")
-    cache = make_cache(store)
-    blob = cache.open(packed.register(dirs))
-    blob.read(0, blob.size)
-    path = dirs.blob(packed.digest) / "data"
-    assert blob.scrub(pause_s=0) == 0
-    with open(path, "r+b") as f:
-        for at in (0, 3 * CHUNK + 9, blob.size - 1):
-            f.seek(at)
-            f.write(b"\x00")
-    stopped = iter([False, False, True])
-    assert blob.scrub(pause_s=0, stop=lambda: next(stopped)) == 1
-    assert blob.scrub(pause_s=0) == 2
-    assert path.read_bytes() == packed.content
-    assert blob.complete()
-    assert cache.stats.snapshot()["evictions"] == 0
 
 
 def test_counters_and_amplification(
