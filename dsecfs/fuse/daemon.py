@@ -34,12 +34,16 @@ from dsecfs.errors import (
 from dsecfs.fuse.config import CGROUP, FsConfig
 from dsecfs.fuse.control import FsClient, listen
 from dsecfs.fuse.mountpoint import fuse_device, recover_stale, tune
+from dsecfs.fuse.session import FSTYPE
 from dsecfs.kernel.cgroups import enter, leave_behind
+from dsecfs.kernel.mountinfo import mount_at
 
 log = logging.getLogger("dsecfs.fuse.daemon")
 
 START_S = 40.0
 STOP_S = 30.0
+PROBED_S = 0.2
+"""Somebody who only looks whether a daemon lives holds its lock for a moment."""
 OOM_SCORE = -900
 """The node's file system should be among the last to go (proc(5), oom_score_adj)."""
 
@@ -124,7 +128,8 @@ def ensure_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
 def stop_daemon(
     config: FsConfig | Path, *, mode: str = "refuse", timeout_s: float = STOP_S
 ) -> bool:
-    """End the daemon of `config`, or of a state directory. False if none ran.
+    """End the daemon of `config`, or of a state directory. False if none ran. With `config`,
+    what a daemon left whose processes were all killed is cleared, its dead mount too: True.
 
     mode "refuse": Busy if its files are in use. "drain": detach now, end with the last user;
     returns at once if there are users. "force": whoever uses it gets errors.
@@ -134,7 +139,7 @@ def stop_daemon(
     try:
         done = client.call("stop", mode=mode, timeout_s=timeout_s)
     except NotFound:
-        return False
+        return isinstance(config, FsConfig) and _clear_dead(config)
     except DeadlineExceeded:
         if mode != "force":
             raise
@@ -144,6 +149,19 @@ def stop_daemon(
         if os.geteuid() == 0:
             leave_behind(CGROUP if isinstance(config, Path) else config.cgroup)
     return True
+
+
+def _clear_dead(config: FsConfig) -> bool:
+    """Whether there was a dead mount."""
+    if not config.lock.exists() or (lock_fd := _lock(config.lock)) is None:
+        return False  # never started, or just starting
+    try:
+        config.control.unlink(missing_ok=True)
+        found = mount_at(Path(config.mountpoint))
+        ours = found is not None and found.fstype == FSTYPE
+        return ours and recover_stale(Path(config.mountpoint))
+    finally:
+        os.close(lock_fd)
 
 
 def _wait_unlocked(path: Path, timeout_s: float) -> None:
@@ -158,7 +176,16 @@ def _wait_unlocked(path: Path, timeout_s: float) -> None:
         time.sleep(0.01)
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path, wait_s: float = 0.0) -> int | None:
+    deadline = time.monotonic() + wait_s
+    while True:
+        fd = _try_lock(path)
+        if fd is not None or time.monotonic() >= deadline:
+            return fd
+        time.sleep(0.01)
+
+
+def _try_lock(path: Path) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,7 +233,7 @@ def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool =
     from dsecfs.fuse.shared import share
     from dsecfs.fuse.supervisor import Supervisor
 
-    lock_fd = _lock(config.lock)
+    lock_fd = _lock(config.lock, PROBED_S)
     if lock_fd is None:
         announce("busy")
         return 5

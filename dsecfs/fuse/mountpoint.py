@@ -100,8 +100,11 @@ def tune(mountpoint: Path, scratch: Path, read_ahead_kib: int) -> list[str]:
     (without root: all).
 
     The knobs are in fusectl, which is often not mounted; it is mounted for a moment on a
-    private directory below `scratch`.
+    private directory below `scratch`. The caller holds the daemon's lock.
     """
+    for old in scratch.glob("fusectl.*"):  # its maker was killed
+        umount(old, detach=True)
+        old.rmdir()
     device = fuse_device(mountpoint)
     knobs = {
         "max_background": MAX_BACKGROUND,

@@ -45,6 +45,8 @@ _READ_SIZE = (1 << 20) + 4096
 """The kernel refuses reads that the largest request would not fit in (fuse_dev_do_read)."""
 
 INIT_LIMIT_S = 20.0
+FSTYPE = "fuse.dsec"
+"""What our mounts are in the mount table."""
 
 
 @dataclass
@@ -174,7 +176,7 @@ def _mount(config: FsConfig, where: str) -> int:
             mode = stat.S_IFMT(os.stat(config.mountpoint).st_mode)
             fields = [f"fd={fuse_fd}", f"rootmode={mode:o}", "user_id=0", "group_id=0"]
             data = ",".join(fields + options)
-            mount_2(name, config.mountpoint, "fuse.dsec", MS_RDONLY, data)
+            mount_2(name, config.mountpoint, FSTYPE, MS_RDONLY, data)
         except MountError as e:
             os.close(fuse_fd)
             if e.errno != errno.EPERM or shutil.which("fusermount3") is None:

@@ -15,6 +15,7 @@ from dsecfs.errors import Busy, MountError, NotFound
 from dsecfs.fuse.daemon import ensure_daemon, stop_daemon
 from dsecfs.fuse.mountpoint import fuse_device
 from dsecfs.kernel.cgroups import hierarchies
+from dsecfs.kernel.syscalls import mount
 from tests.t4_fuse.fakeworker import content
 from tests.t4_fuse.family import Family, Readers, family, wait_for, why_no_resend
 
@@ -202,6 +203,15 @@ def test_stale_mount_is_recovered() -> None:
         f.start()
         assert f.blob(digest).read_bytes() == content(digest, 0, 8192)
         assert "without anybody to serve it" in f.log()
+        f.kill_everybody()
+        left = f.dirs.run / "fusectl.left"
+        left.mkdir()
+        mount("fusectl", left, "fusectl", 0)
+        assert stop_daemon(f.config)
+        assert fuse_device(f.dirs.fs) is None
+        assert not stop_daemon(f.config)
+        f.start()
+        assert not left.exists()
 
 
 def lose_supervisors(f: Family) -> int:
