@@ -20,7 +20,7 @@ from dsecfs.layers.catalog import TRASH_S
 from dsecfs.layers.digest import sha256
 from dsecfs.layers.leases import DELETE, KEEP, MAX_PUBLISH_S, MAX_TTL_S, tombstone_key, verdict_key
 from dsecfs.layers.reach import Reached, reach, trace_env
-from dsecfs.store.base import ObjectInfo, Store, env_key, lease_prefix
+from dsecfs.store.base import ObjectInfo, Store, lease_prefix
 
 GRACE_S = 48 * 3600
 """Seconds from the tombstone to deletion. More than MAX_PUBLISH_S, see the protocol."""
@@ -177,7 +177,7 @@ def _why(info: ObjectInfo, found: Reached, now: float, grace_s: float) -> str | 
     if info.mtime + grace_s > now:
         return "younger than the grace"
     if info.key.startswith("traces/"):
-        env = found.why.get(env_key(trace_env(info.key)))
+        env = found.compositions.get(trace_env(info.key))
         if env is not None:
             return f"trace of an environment that is kept: {env}"
         if info.mtime + TRACE_S > now:

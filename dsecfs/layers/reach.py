@@ -21,7 +21,7 @@ from dsecfs.layers.catalog import (
     parse_trash,
 )
 from dsecfs.layers.digest import Digest, parse_digest, sha256
-from dsecfs.layers.environment import parse_environment
+from dsecfs.layers.environment import Environment, parse_environment
 from dsecfs.layers.head import HEAD_START, manifest_span
 from dsecfs.layers.layout import Layout, decode_layout
 from dsecfs.layers.leases import live_layers
@@ -40,6 +40,9 @@ class Reached:
     """Key -> what first led there, for people."""
     layers: dict[Digest, LayerManifest] = field(default_factory=dict)
     blobs: set[Digest] = field(default_factory=set)
+    compositions: dict[Digest, str] = field(default_factory=dict)
+    """What traces are filed under -> what leads there: each environment for each platform, and
+    each base alone."""
     missing: list[tuple[str, str]] = field(default_factory=list)
     """(key that should be there, what leads to it)."""
 
@@ -150,7 +153,11 @@ def _env(store: Store, found: Reached, digest: Digest, why: str) -> None:
     if sha256(data) != digest:
         raise FormatError(f"environment sha256:{digest[:12]}: its content has another digest")
     found.why[key] = why
-    for layer in sorted(parse_environment(data, f"environment sha256:{digest[:12]}").layers()):
+    what = f"environment sha256:{digest[:12]}"
+    manifest = parse_environment(data, what)
+    for composition in manifest.platforms.values():
+        found.compositions.setdefault(composition.digest, f"{what}, {why}")
+    for layer in sorted(manifest.layers()):
         _layer(store, found, layer, f"environment sha256:{digest[:12]}, {why}")
 
 
@@ -165,6 +172,8 @@ def _layer(store: Store, found: Reached, layer: Digest, why: str) -> None:
         return
     found.why[key] = why
     found.layers[layer] = manifest
+    if manifest.kind == "base":
+        found.compositions.setdefault(Environment(manifest.platform, layer).digest, why)
     for blob in manifest.blobs:
         _blob(store, found, blob, f"layer sha256:{layer[:12]}, {why}")
 

@@ -17,13 +17,14 @@ from dsecfs.errors import Busy, DsecfsError, FormatError, NotFound, StoreUnavail
 from dsecfs.layers import leases
 from dsecfs.layers.catalog import Catalog
 from dsecfs.layers.digest import Digest
-from dsecfs.layers.environment import Environment, EnvironmentManifest
+from dsecfs.layers.environment import Environment, EnvironmentManifest, ProcessDefaults
 from dsecfs.layers.gc import GRACE_S, collect
 from dsecfs.layers.leases import DELETE, Lease, live_layers, tombstone_key, verdict_key
 from dsecfs.layers.names import parse_name
 from dsecfs.layers.publish import Meta, publish_source
 from dsecfs.layers.reach import reach
 from dsecfs.layers.sources.image import open_image
+from dsecfs.layers.trace import Access, Trace, save_trace
 from dsecfs.store.base import ObjectInfo, Priority, Store, head_key
 from dsecfs.store.directory import DirectoryStore
 
@@ -128,6 +129,33 @@ def test_environments_and_channels_keep_their_layers(store: DirectoryStore, tmp_
     collect(store)
     assert keys(store, "heads/") == {head_key(base), head_key(new)}
     intact(store)
+
+
+def test_traces_stay_as_long_as_what_was_recorded_can_run(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
+    base = publish(store, tmp_path, "base/b:1", "base")
+    there = Environment("linux/amd64", base, process=ProcessDefaults(cwd="/there"))
+    gone = Environment("linux/amd64", base, process=ProcessDefaults(cwd="/gone"))
+    arm = Environment("linux/arm64", base)
+    # Labels and other platforms make another manifest of it, not another composition.
+    manifest = EnvironmentManifest({"linux/amd64": there, "linux/arm64": arm}, {"a": "label"})
+    catalog = Catalog(store)
+    catalog.put_env(manifest, parse_name("env/e:1"))
+    for env in (there, gone, arm, Environment("linux/amd64", base)):
+        save_trace(store, Trace(env.digest, (Access(b"file", 0, 1),)))
+    age(store, 20)
+    collect(store)
+    assert len(keys(store, "traces/")) == 4
+    age(store, 20)
+    collect(store)
+    age(store, 3)
+    collect(store)
+    assert {key.split("/")[2] for key in keys(store, "traces/")} == {
+        there.digest,
+        arm.digest,
+        Environment("linux/amd64", base).digest,
+    }
 
 
 def test_a_live_lease_keeps_a_layer_and_a_lapsed_one_does_not(
