@@ -2,7 +2,7 @@
 
 Facts this relies on (3FS design notes, src/fuse, src/lib/api/UsrbIo.md):
 - rename replaces silently, and no lock reaches another host: link(2) is the only step
-  that decides, also for content, and an object that is there with the right size stays;
+  that decides, also for content, and an object that is there with the right bytes stays;
 - names are cached, absent ones for 5 s: a name just given is asked for again (settle_s);
 - another client may see an old length until a file is closed: written, fsynced and closed
   before it gets its name; never appended to;
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 
+from dsecfs.errors import NotFound
 from dsecfs.store.base import Priority
 from dsecfs.store.directory import DirectoryStore
 from dsecfs.store.keys import check_range
@@ -62,17 +62,31 @@ class ThreeFsStore(DirectoryStore):
         super().close()
 
     def _place(self, tmp: int, name: str, key: str) -> None:
-        size = os.stat(name, dir_fd=tmp, follow_symlinks=False).st_size
         if self._link(tmp, name, key):
             return
         with self._make_parent(key) as parent:
             base = key.rpartition("/")[2]
-            there = None
             with contextlib.suppress(FileNotFoundError):
-                there = os.stat(base, dir_fd=parent, follow_symlinks=False)
-            if there is not None and stat.S_ISREG(there.st_mode) and there.st_size == size:
-                # Readers hold it open; collection goes by its time.
-                os.utime(base, dir_fd=parent, follow_symlinks=False)
-                return
+                if self._equal(tmp, name, key):
+                    # Readers hold it open; collection goes by its time.
+                    os.utime(base, dir_fd=parent, follow_symlinks=False)
+                    return
         # Damaged, or deleted this moment: put it (back) in place.
         super()._place(tmp, name, key)
+
+    def _equal(self, tmp: int, name: str, key: str) -> bool:
+        """Whether what is under `key` is what would take its place: publishing again must heal
+        an object that has its length and other bytes."""
+        mine = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp)
+        try:
+            size = os.fstat(mine).st_size
+            with self._open_object(key) as (there, length):
+                return length == size and all(
+                    self._pread(mine, at, self.buffer_size)
+                    == self._pread(there, at, self.buffer_size)
+                    for at in range(0, size, self.buffer_size)
+                )
+        except NotFound:
+            return False  # something that is no file
+        finally:
+            os.close(mine)

@@ -162,9 +162,10 @@ def test_content_that_is_there_is_kept_for_its_readers(tmp_path: Path) -> None:
     store.put_content("o/a", b"content")
     info = os.stat(tmp_path / "o/a")
     assert info.st_ino == first and info.st_mtime > time.time() - 60 and info.st_nlink == 1
-    (tmp_path / "o/a").write_bytes(b"damaged!")
-    store.put_content("o/a", b"content")
-    assert store.get("o/a") == b"content"
+    for damage in (b"damaged!", b"c0ntent", b""):
+        (tmp_path / "o/a").write_bytes(damage)
+        store.put_content("o/a", b"content")
+        assert store.get("o/a") == b"content"
     assert os.listdir(tmp_path / "~tmp") == []
     store.close()
 
