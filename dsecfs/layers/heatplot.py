@@ -78,13 +78,13 @@ def heat_svg(heat: Heat, labels: Sequence[str], title: str, *, depth: int = 3) -
     rows = heat.by_directory(depth)[:_DIRECTORIES]
     most = max((read for _, _, read in rows), default=1)
     for path, count, read in rows:
-        width = max(read / most * 300, 1)
+        length = max(read / most * 300, 1)
         body.append(
-            f'<rect x="{_LEFT}" y="{y:g}" width="{width:.1f}" height="12" fill="#4878a8"/>'
+            f'<rect x="{_LEFT}" y="{y:g}" width="{length:.1f}" height="12" fill="#4878a8"/>'
         )
         name = "/" + path.decode("utf-8", "replace")
         files = "1 file" if count == 1 else f"{count} files"
-        text(_LEFT + width + 8, y + 10, f"{name}  {_mb(read)}, {files}")
+        text(_LEFT + length + 8, y + 10, f"{name}  {_mb(read)}, {files}")
         y += 18
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 16:g}" '
