@@ -17,7 +17,7 @@ What must hold:
   the other, without a lock on the way of `dsec run`.
 
 `.ok` is one line with the sha256 in hex of the rest, then JSON: format, boot, files ([inode, size,
-mtime in ns] of head and image) and manifest (its canonical text).
+mtime in ns] of head, image and the blobs' chunk lists) and manifest (its canonical text).
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class LocalLayers:
 
     def _present(self, layer: Digest) -> LocalLayer | None:
         """The layer if it was verified in this boot and nothing touched it since."""
-        head, meta = self._dirs.head(layer), self._dirs.meta(layer)
-        path = _ok_path(head)
+        path = _ok_path(self._dirs.head(layer))
         try:
             with open(path, "rb") as file:
                 with contextlib.suppress(OSError):  # a disk that is read-only
@@ -105,18 +104,20 @@ class LocalLayers:
             ok = _parse_ok(content)
             if ok["boot"] != boot_id():
                 return None
-            if ok["files"] != [_identity(head), _identity(meta)]:
-                return None
             manifest = parse_manifest(ok["manifest"].encode())
-            for blob in manifest.blobs:
-                if not (self._dirs.blob(blob.digest) / "chunks").is_file():
-                    return None
+            if ok["files"] != self._identities(layer, manifest):
+                return None
             if path.stat().st_ino != inode:
                 return None
         except (OSError, ValueError, KeyError, TypeError, DsecfsError):
             # Absent, of another version or damaged: all of it is made anew.
             return None
-        return LocalLayer(layer, manifest, meta)
+        return LocalLayer(layer, manifest, self._dirs.meta(layer))
+
+    def _identities(self, layer: Digest, manifest: LayerManifest) -> list[list[int]]:
+        """What was verified: head, image, and the chunk list of each blob."""
+        chunks = [self._dirs.blob(blob.digest) / "chunks" for blob in manifest.blobs]
+        return [*map(_identity, (self._dirs.head(layer), self._dirs.meta(layer), *chunks))]
 
     def _obtain(self, layer: Digest) -> LocalLayer:
         from dsecfs.cache.blob import write_chunk_list
@@ -144,7 +145,7 @@ class LocalLayers:
                 ok = {
                     "format": OK_FORMAT,
                     "boot": boot_id(),
-                    "files": [_identity(path), _identity(meta)],
+                    "files": self._identities(layer, head.manifest),
                     "manifest": head.manifest.to_json().decode(),
                 }
                 body = json.dumps(ok).encode()
