@@ -1,0 +1,63 @@
+"""Which layers are in use on this node, by what mounts leave below run/. Reads, changes nothing.
+
+What must hold: a layer that somebody reads through a mount is in `held` from before the mount
+until its last holder is gone, unless the mount has a daemon of its own, which knows it
+(`run/trees/mnt-…`); `mounted` has besides them whatever could be used again without looking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from dsecfs.errors import BadInput, DsecfsError
+from dsecfs.fuse.trees import read_tree
+from dsecfs.layers.digest import Digest, parse_digest
+from dsecfs.mount.holders import holders, stale_holders
+from dsecfs.nodedirs import NodeDirs
+
+
+class InUse(NamedTuple):
+    """Layers of mounts on this node."""
+
+    held: frozenset[Digest]
+    """Somebody uses them through the node's own daemon."""
+    mounted: frozenset[Digest]
+    """All that are mounted or described, the held ones too."""
+
+
+def layers_in_use(dirs: NodeDirs) -> InUse:
+    """Looks at a few files per mount."""
+    held: set[Digest] = set()
+    mounted: set[Digest] = set()
+    for name in _names(dirs.layers):
+        with contextlib.suppress(BadInput):
+            layer = parse_digest(name)
+            mounted.add(layer)
+            if any(_is_held(dirs.layers / name / g / "refs") for g in _names(dirs.layers / name)):
+                held.add(layer)
+    for name in _names(dirs.trees):
+        tree, dot, suffix = name.rpartition(".")
+        if not dot or suffix != "json" or tree.startswith("."):
+            continue
+        # One that is being taken away, or that nobody can serve, protects nothing.
+        with contextlib.suppress(DsecfsError):
+            layers = read_tree(dirs.trees, tree).layers
+            mounted.update(layers)
+            refs = dirs.trees / f"{tree}.refs"
+            if not tree.startswith("mnt-") and (not refs.is_dir() or _is_held(refs)):
+                held.update(layers)
+    return InUse(frozenset(held), frozenset(mounted))
+
+
+def _is_held(refs: Path) -> bool:
+    return bool({*holders(refs)} - {*stale_holders(refs)})
+
+
+def _names(place: Path) -> list[str]:
+    try:
+        return os.listdir(place)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
