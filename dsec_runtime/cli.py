@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from dsecfs.cli.complete import complete_env
 from dsecfs.cli.lazy import command_settings
-from dsecfs.cli.output import note, size_text
+from dsecfs.cli.output import mode_in_use, note, size_text
 from dsecfs.cli.parse import pairs, split_toolkits
 from dsecfs.cli.session import session
 from dsecfs.errors import BadInput
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 UPPERS = ("disk", "tmpfs", "image")
 TIMED_OUT = 124
 """Exit code when --timeout ended the program, as of timeout(1)."""
+
+_HIT = {
+    "memory": "processes were ended at the limit on memory (--memory)",
+    "pids": "processes were refused at the limit on their number (--pids)",
+}
 
 _COMMAND = "dsec.command"
 
@@ -142,6 +147,8 @@ def run(
         **extra,
     )
     result = _run(node, prepared, spec, steps, record, not no_prefetch, report)
+    for limit in sorted(result.limits_hit):
+        note(f"{env}: {_HIT[limit]}")
     if result.timed_out:
         note(f"{env}: ended after {timeout}")
         raise typer.Exit(TIMED_OUT)
@@ -174,7 +181,7 @@ def _run(
 ) -> RunResult:
     from dsec_runtime.run import run_container
 
-    mode, _ = node.mode()
+    mode, why = mode_in_use()
     client = node.start_fs()
     steps.done("file system")
     before = _counters(node) if report else {}
@@ -195,6 +202,9 @@ def _run(
                     "sandbox": result.sandbox,
                     "exit_code": result.exit_code,
                     "timed_out": result.timed_out,
+                    "limits_hit": sorted(result.limits_hit),
+                    "mode": mode,
+                    "mode_because": why,
                     "seconds": {k: round(v, 6) for k, v in steps.times.items()},
                     "cache": fetched,
                 },

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsecfs.cli.complete import complete_env
-from dsecfs.cli.output import note, show_record, show_rows
+from dsecfs.cli.output import mode_in_use, show_record, show_rows
 from dsecfs.cli.parse import only_toolkits
 from dsecfs.cli.session import session
-from dsecfs.errors import BadInput, DsecfsError, NotFound
+from dsecfs.errors import BadInput, Conflict, NotFound
+
+if TYPE_CHECKING:
+    from dsecfs.node import Node
 
 
 def mount(
@@ -44,39 +48,35 @@ def mount(
         raise BadInput("no directory to mount on", hint="expected ENV [+TOOLKIT]... DIR")
     *toolkits, directory = words
     target = Path(directory)
+    node = session().node
+    mode, why = mode_in_use()
+    _recover(node)
     if not target.is_dir():
         raise BadInput(f"mount on {directory[:200]}: not a directory", hint="make it first")
-    node = session().node
-    mode, why = node.mode()
+    if mode == "fuse" and upper:
+        raise BadInput(f"--upper in FUSE mode ({why})", hint="leave it out; this mode is read-only")
+    if _place(target) in {row["directory"] for row in _mounted(node)}:
+        raise Conflict(
+            f"mount on {directory[:200]}: an environment is mounted there already",
+            hint=f"dsec umount {directory[:200]}",
+        )
     prepared = node.prepare(env, only_toolkits(toolkits), platform)
     if mode == "fuse":
-        if upper:
-            raise BadInput(
-                f"--upper in FUSE mode ({why})", hint="leave it out; this mode is read-only"
-            )
-        from dsecfs.fuse.config import tree_config
-        from dsecfs.fuse.daemon import start_daemon
-        from dsecfs.fuse.trees import write_tree
+        from dsecfs.mount.fuse import mount_tree
 
-        tree = prepared.digest
-        write_tree(node.dirs.trees, tree, [layer.digest for layer in prepared.layers])
-        client = start_daemon(
-            tree_config(
-                node.dirs,
-                node.settings.store_url,
-                tree,
-                target,
-                cache=node.settings.cache_options(),
-                request_limit_s=node.settings.request_limit_s,
-            )
+        client = mount_tree(
+            node.dirs,
+            prepared.top_first,
+            target,
+            node.settings.store_url,
+            cache=node.settings.cache_options(),
+            request_limit_s=node.settings.request_limit_s,
         )
     else:
-        from dsecfs.mount import mount_env, recover_mounts
+        from dsecfs.mount import mount_env
 
         client = node.start_fs()
-        mounts = node.layer_mounts()
-        try:
-            recover_mounts(node.dirs, mounts=mounts)
+        with contextlib.closing(node.layer_mounts()) as mounts:
             mount_env(
                 node.dirs,
                 prepared.top_first,
@@ -84,8 +84,6 @@ def mount(
                 upper=Path(upper) if upper else None,
                 mounts=mounts,
             )
-        finally:
-            mounts.close()
     if not no_prefetch:
         node.warm(client, prepared)
     show_record({"environment": env, "directory": str(target), "mode": mode, "because": why})
@@ -98,15 +96,13 @@ def umount(
     ] = False,
 ) -> None:
     """Unmount what dsec mount has mounted."""
-    from dsecfs.fuse.config import tree_config
-    from dsecfs.fuse.daemon import stop_daemon
-
     node = session().node
     target = Path(directory)
-    config = tree_config(node.dirs, node.settings.store_url, "", target)
-    if config.control.exists():
-        if not stop_daemon(config, mode="drain" if lazy else "refuse"):
-            raise NotFound(f"unmount {directory[:200]}: its daemon is gone; nothing is mounted")
+    modes = {row["directory"]: row["mode"] for row in _mounted(node)}
+    if modes.get(_place(target)) == "fuse":
+        from dsecfs.mount.fuse import umount_tree
+
+        umount_tree(node.dirs, target, mode="drain" if lazy else "refuse")
     elif os.geteuid() == 0:
         from dsecfs.mount import umount_env
 
@@ -119,26 +115,43 @@ def umount(
     show_record({"directory": directory, "unmounted": True})
 
 
-def _list() -> None:
-    from dsecfs.fuse.control import FsClient
-    from dsecfs.mount.environment import mounted_envs
+def _place(target: Path) -> Path:
+    """A target as it is remembered; no symlink is followed in its last component."""
+    return Path(os.path.realpath(target.parent), target.name)
 
-    node = session().node
-    rows: list[dict[str, Any]] = [
-        {"directory": str(target), "mode": "kernel or loop", "layers": len(layers)}
+
+def _recover(node: Node) -> None:
+    """Clear what mounts left whose processes are gone."""
+    from dsecfs.mount.fuse import recover_trees
+
+    recover_trees(node.dirs)
+    if os.geteuid() == 0:
+        from dsecfs.mount import recover_mounts
+
+        recover_mounts(node.dirs)
+
+
+def _mounted(node: Node) -> list[dict[str, Any]]:
+    from dsecfs.mount.environment import mounted_envs
+    from dsecfs.mount.fuse import mounted_trees
+
+    rows = [
+        {"directory": target, "mode": "kernel or loop", "layers": len(layers), "state": "mounted"}
         for target, layers in mounted_envs(node.dirs).items()
     ]
-    for socket in sorted((node.dirs.run / "mounts").glob("*/fs.sock")):
-        try:
-            status = FsClient(socket, timeout_s=2).status()
-        except NotFound:
-            continue  # its daemon ended
-        except DsecfsError as e:
-            note(e.message)
-            continue
-        rows.append({"directory": status["mountpoint"], "mode": "fuse", "tree": status["tree"]})
-    show_rows(
-        rows,
-        {"directory": "directory", "mode": "mode", "layers": "layers"},
-        empty="nothing is mounted",
-    )
+    rows += [
+        {
+            "directory": tree.target,
+            "mode": "fuse",
+            "layers": len(tree.layers),
+            "state": "mounted" if tree.serving else "detached or dead",
+        }
+        for tree in mounted_trees(node.dirs)
+    ]
+    return rows
+
+
+def _list() -> None:
+    columns = {"directory": "directory", "mode": "mode", "layers": "layers", "state": "state"}
+    rows = [{**row, "directory": str(row["directory"])} for row in _mounted(session().node)]
+    show_rows(rows, columns, empty="nothing is mounted")

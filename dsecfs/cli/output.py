@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
+    from dsecfs.kernel.probe import Mode
+
 Value = str | int | float | bool | None | Sequence[Any] | Mapping[str, Any]
 
 
@@ -119,6 +121,15 @@ def show_record(
 def note(text: str) -> None:
     """Tell people something that is no result."""
     print(f"dsec: {clean(text)}", file=sys.stderr)
+
+
+def mode_in_use() -> tuple[Mode, str]:
+    """How layers are mounted, and why so. When nobody asked for less than the best and it is
+    less, people are told: nothing falls back silently."""
+    mode, why = session().node.mode()
+    if mode != "kernel" and session().settings.mode == "auto":
+        note(f"{mode} mode: {why}")
+    return mode, why
 
 
 def _cell(value: Value, form: Any) -> str:
