@@ -143,6 +143,10 @@ class Recording:
         if fd >= 0:
             os.close(fd)
 
+    def has(self, blob: Digest) -> bool:
+        """Whether reads of a blob are recorded."""
+        return blob in self._numbers
+
     def number(self, blob: Digest) -> int:
         """The blob's place in the list. NotFound if it is not traced."""
         try:

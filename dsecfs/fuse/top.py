@@ -5,8 +5,8 @@ can serve it:
 
     b  blob digest                      one blob
     t  name, layers bottom to top       a composed tree (its layers, not just its name:
-                                        a name may be given anew); recorded if there is a
-                                        trace of the same name
+                                        a name may be given anew); recorded if what is
+                                        before the first dot is the name of a trace
     s  name, range of ids, layers       the same with owners shifted
     r  name                             the directory of one trace
     d  name, blob digest                one blob under a trace
@@ -150,10 +150,16 @@ class Spaces:
 
     def _opener(self, tree: str) -> Callable[[Digest], Blob]:
         """How a tree's files come to their blobs."""
-        if not self.trace_exists(tree):
+        recording = tree.partition(".")[0]
+        if not self.trace_exists(recording):
             return self._source.open
-        trace = self.trace(tree)
-        return lambda blob: RecordedBlob(self._source.open(blob), trace, trace.number(blob))
+        trace = self.trace(recording)
+
+        def open_recorded(blob: Digest) -> Blob:
+            found = self._source.open(blob)
+            return RecordedBlob(found, trace, trace.number(blob)) if trace.has(blob) else found
+
+        return open_recorded
 
     def _image(self, layer: Digest) -> ErofsImage:
         image = self._images.use(layer)

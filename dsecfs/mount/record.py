@@ -9,6 +9,7 @@
     run/traces/<id>.json    the blobs; makes run/fs/traced/<id>/ appear
     run/traces/<id>.log     every read, written by the FUSE worker
     run/trees/<id>.json     the layers; reads of trees/<id> are recorded under the same id
+    run/trees/<id>.own-…    the same with shifted owners: roots of containers in FUSE mode
 
 The layers are mounted once more for the recorder alone, over traced blobs: nothing is in the
 page cache, read-ahead is off, so the log has exactly what was asked for, whatever the node has
@@ -23,8 +24,10 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -48,11 +51,11 @@ from dsecfs.layers.trace import (
 from dsecfs.locks import Claim
 from dsecfs.mount.holders import Holder
 from dsecfs.mount.layers import LayerMounts
+from dsecfs.mount.trees import RootTrees
 from dsecfs.nodedirs import NodeDirs
 from dsecfs.store.base import Store
 
 _ID = re.compile(r"rec-[0-9a-f]{16}\Z")
-_SUFFIXES = (".json", ".log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,11 @@ class RecordedMounts(LayerMounts):
         devices = [self._recorder.device(blob.digest) for blob in layer.blobs]
         return self.acquire_private(layer, holder, devices)
 
+    @cached_property
+    def trees(self) -> RootTrees:
+        """The same for FUSE mode."""
+        return RootTrees(self._dirs, recording=self._recorder.name)
+
 
 def recover_recordings(dirs: NodeDirs) -> list[str]:
     """Remove what killed recorders left; the names of their recordings."""
@@ -224,14 +232,15 @@ def _remove(dirs: NodeDirs, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         # A worker may keep it open for long: give the disk back now.
         os.truncate(dirs.traces / f"{name}.log", 0)
-    paths = [dirs.traces / f"{name}{suffix}" for suffix in _SUFFIXES]
-    paths += [dirs.trees / f"{name}.json"]
     for place in (dirs.traces, dirs.trees):
         with contextlib.suppress(FileNotFoundError):
-            # A description that was being written.
-            paths += [place / n for n in os.listdir(place) if n.startswith(f".{name}.")]
-    for path in paths:
-        path.unlink(missing_ok=True)
+            # With a dot in front: a description that was being written.
+            found = [n for n in os.listdir(place) if n.startswith((f"{name}.", f".{name}."))]
+            for path in (place / n for n in found if n != f"{name}.claim"):
+                if path.suffix == ".refs":
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:

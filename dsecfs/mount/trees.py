@@ -35,19 +35,22 @@ from dsecfs.nodedirs import NodeDirs
 
 IDLE_KEPT = 128
 """Trees without holders that keep their description."""
-_NAME = re.compile(r"own-[0-9a-f]{32}\Z")
+_NAME = re.compile(r"(?:rec-[0-9a-f]{16}\.)?own-[0-9a-f]{32}\Z")
 
 
 class RootTrees:
     """The trees of a node's containers. Safe to use from several threads and processes."""
 
-    def __init__(self, dirs: NodeDirs) -> None:
+    def __init__(self, dirs: NodeDirs, *, recording: str = "") -> None:
+        """With a `recording` (mount/record.py) trees are its own, and what is read of them is
+        written down; the kernel's read-ahead of the node's FUSE file system, too."""
         self._dirs = dirs
+        self._prefix = f"{recording}." if recording else ""
 
     def name(self, layers: Sequence[LocalLayer], ids: IdRange) -> str:
         """What the tree of these layers (top first) with that range of owners is called."""
         text = "\n".join([f"{ids.start} {ids.size}", *(layer.digest for layer in layers)])
-        return f"own-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        return f"{self._prefix}own-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def acquire(
         self, name: str, layers: Sequence[LocalLayer], ids: IdRange, holder: Holder

@@ -30,7 +30,7 @@ from dsecfs.fuse import blobs as fuse_blobs
 from dsecfs.fuse.config import node_config
 from dsecfs.fuse.daemon import start_daemon, stop_daemon
 from dsecfs.fuse.mountpoint import fuse_device
-from dsecfs.kernel.namespaces import unpin_namespaces
+from dsecfs.kernel.namespaces import IdRange, unpin_namespaces
 from dsecfs.layers.digest import Digest, sha256
 from dsecfs.layers.erofs.reader import ErofsImage
 from dsecfs.layers.local import LocalLayer, LocalLayers
@@ -46,7 +46,7 @@ from dsecfs.layers.trace import (
     merge_traces,
     trace_chunks,
 )
-from dsecfs.mount import LayerMounts, mount_env, recover_mounts, umount_env
+from dsecfs.mount import Holder, LayerMounts, mount_env, recover_mounts, umount_env
 from dsecfs.mount import record as recording
 from dsecfs.mount.record import Recorder, recover_recordings
 from dsecfs.store.base import trace_prefix
@@ -191,7 +191,7 @@ class World:
 
     def leftovers(self) -> list[str]:
         places = [p for p in (self.dirs.traces, self.dirs.trees) if p.exists()]
-        found = [str(path) for place in places for path in place.iterdir()]
+        found = [str(p) for place in places for p in place.iterdir() if p.name != ".lock"]
         mounts = LayerMounts(self.dirs)
         try:
             for generations in mounts.mounted().values():
@@ -308,6 +308,32 @@ def test_a_recording_has_what_strace_saw(world: World, mode: Mode) -> None:
             seen.setdefault(name, set()).update(range(at // PAGE, (end - 1) // PAGE + 1))
     assert set(seen) == set(names)
     assert pages_of(trace) == seen
+
+
+def test_a_container_root_in_fuse_mode_is_recorded(world: World) -> None:
+    ids = IdRange(200_000, 65_536)
+    top_first = world.layers[::-1]
+    record = world.family.top / "record"
+    record.touch()
+    with Recorder.start(world.dirs, ENV, world.layers) as recorder:
+        with contextlib.closing(recorder.mounts(mode="fuse")) as mounts:
+            trees = mounts.trees
+            name = trees.name(top_first, ids)
+            assert name != LayerMounts(world.dirs, mode="fuse").trees.name(top_first, ids)
+            fd = trees.acquire(name, top_first, ids, Holder("sandbox", record))
+            try:
+                assert os.stat("opt/tool", dir_fd=fd).st_uid == 200_000
+                read_as(PLAN)(Path(f"/proc/{os.getpid()}/fd/{fd}"))
+            finally:
+                os.close(fd)
+            trees.release(name, "sandbox")
+        trace = recorder.save(world.store).trace
+    seen = pages_of(trace)
+    # Read-ahead of the node's FUSE mount is on: whole files here.
+    assert set(seen) == set(pages_read(world, PLAN))
+    for path, pages in pages_read(world, PLAN).items():
+        assert pages <= seen[path]
+    assert world.leftovers() == []
 
 
 @needs_erofs
