@@ -35,9 +35,9 @@ import zstandard
 
 from dsecfs.errors import BadInput, FormatError, NotFound
 from dsecfs.layers.digest import Digest, parse_digest, sha256
-from dsecfs.layers.erofs.reader import ErofsImage
+from dsecfs.layers.erofs.reader import ErofsImage, InodeInfo
 from dsecfs.layers.manifest import BlobRef, Fields, load_json
-from dsecfs.layers.tree import Extent
+from dsecfs.layers.tree import BLOCK
 from dsecfs.store.base import Store, trace_prefix
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ REPLAY_AHEAD = 128 << 10
 """Bytes that a mount reads ahead (READ_AHEAD_KIB of mount/erofs.py) and that a trace, recorded
 without, does not have. With as much behind every range, 5 of the 558 chunks that
 `import numpy, pandas` fetches were not foreseen and 4 too many; without, 39 and none."""
+_MOST_PIECES = 1 << 20
+"""Pieces of files that a trace may ask for, besides one for each block of metadata."""
 _MOST_LISTED = 10_000
 """Traces of an environment that are looked at to find the newest."""
 
@@ -103,10 +105,8 @@ class PathIndex:
     def __init__(self, layers: Sequence[TracedLayer]) -> None:
         found: dict[Digest, dict[int, tuple[int, bytes, int]]] = {}
         for layer in layers:
-            for path, info in layer.image.walk():
-                if not stat.S_ISREG(info.mode):
-                    continue
-                for e in layer.image.extents_of(info):
+            for path, extents in layer.image.data_files():
+                for e in extents:
                     by_start = found.setdefault(layer.blobs[e.blob].digest, {})
                     by_start.setdefault(e.physical, (e.length, path, e.logical))
         self._starts = {blob: sorted(by_start) for blob, by_start in found.items()}
@@ -163,21 +163,27 @@ def trace_chunks(
     `ahead` bytes behind each range, up to the file's end, are needed too: the kernel reads them
     ahead. Ranges of one path should not overlap (merged traces are so): each is walked.
     """
-    where: dict[bytes, tuple[TracedLayer, tuple[Extent, ...], list[int]] | None] = {}
+    where: dict[bytes, tuple[TracedLayer, InodeInfo] | None] = {}
     out: dict[tuple[Digest, int], None] = {}
+    pieces = 0
+    most = _MOST_PIECES + sum(layer.image.block_count for layer in layers_top_first)
     for path, offset, length in accesses:
         if path not in where:
             where[path] = _provider(path, layers_top_first)
         found = where[path]
         if found is None:
             continue
-        layer, extents, starts = found
-        length += ahead
-        for e in extents[max(bisect_right(starts, offset) - 1, 0) :]:
-            if e.logical >= offset + length:
-                break
-            low = max(offset, e.logical)
-            high = min(offset + length, e.logical + e.length)
+        layer, info = found
+        begin, end = offset, min(offset + length + ahead, info.size)
+        if begin >= end:
+            continue
+        bits = layer.image.indexes_of(info)[2] + BLOCK.bit_length() - 1
+        pieces += (end - 1 >> bits) - (begin >> bits) + 1
+        if pieces > most:
+            log.warning("a trace asks for more than %d pieces: the rest is left out", most)
+            break
+        for e in layer.image.extents_of(info, begin, end):
+            low, high = max(begin, e.logical), min(end, e.logical + e.length)
             if low >= high:
                 continue
             blob = layer.blobs[e.blob]
@@ -190,7 +196,7 @@ def trace_chunks(
 
 def _provider(
     path: bytes, layers_top_first: Sequence[TracedLayer]
-) -> tuple[TracedLayer, tuple[Extent, ...], list[int]] | None:
+) -> tuple[TracedLayer, InodeInfo] | None:
     for layer in layers_top_first:
         try:
             nid = layer.image.resolve(path)
@@ -198,10 +204,7 @@ def _provider(
             continue
         info = layer.image.stat(nid)
         # A whiteout or another type hides what is below; a directory has no data.
-        if not stat.S_ISREG(info.mode):
-            return None
-        extents = layer.image.extents_of(info)
-        return layer, extents, [e.logical for e in extents]
+        return (layer, info) if stat.S_ISREG(info.mode) else None
     return None
 
 

@@ -362,3 +362,35 @@ def test_device_numbers(major: int, minor: int) -> None:
     encoded = f.encode_rdev(rdev)
     assert encoded is not None and encoded < 1 << 32
     assert f.decode_rdev(encoded) == rdev
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.integers(1, BLOCK),
+    st.integers(0, 41 * BLOCK),
+    st.integers(0, 41 * BLOCK),
+)
+def test_extents_of_a_range_are_those_that_touch_it(
+    blocks: list[bool], tail: int, begin: int, length: int
+) -> None:
+    size = (len(blocks) - 1) * BLOCK + tail
+    extents = tuple(
+        Extent(i * BLOCK, 0, (2 * i % 41) * BLOCK, min(BLOCK, size - i * BLOCK))
+        for i, there in enumerate(blocks)
+        if there
+    )
+    root = directory()
+    root.children = {b"file": Inode(stat.S_IFREG, size=size, extents=extents)}
+    image = ErofsImage(write_erofs(root, [Device(b"a" * 64, 64 * BLOCK)]))
+    info = image.stat(image.resolve(b"file"))
+
+    def mapped(found: tuple[Extent, ...]) -> dict[int, int]:
+        return {
+            e.logical + at: e.physical + at
+            for e in found
+            for at in range(0, e.length, 512)
+            if begin <= e.logical + at < begin + length
+        }
+
+    assert mapped(image.extents_of(info, begin, begin + length)) == mapped(image.extents_of(info))

@@ -255,3 +255,24 @@ def test_traces_kept_on_the_node_count_there(store: DirectoryStore, tmp_path: Pa
     assert len(listed) == MAX_RUNS
     assert sum(t.file is None for t in listed) == 1
     assert {read_trace(store, ENV, t).accesses for t in listed} == {t.accesses for t in found}
+
+
+def test_a_trace_over_a_shattered_file_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, expect_log: Callable[[str], None]
+) -> None:
+    """Each range is looked up for what it covers; all ranges together for so much and no more."""
+    blocks = 2000
+    shattered = Inode(
+        stat.S_IFREG,
+        size=blocks * 8192,
+        extents=tuple(Extent(i * 8192, 0, i * 4096, 4096) for i in range(blocks)),
+    )
+    top = layer("a", {b"f": shattered}, blocks * 4096)
+    some = [Access(b"f", i * 8192, 4096) for i in range(0, blocks, 100)]
+    assert [c for _, c in trace_chunks(some, [top])] == sorted(
+        {i * 4096 // CHUNK for i in range(0, blocks, 100)}
+    )
+    every = [Access(b"f", 0, blocks * 8192)] * 50
+    monkeypatch.setattr(traces, "_MOST_PIECES", 10 * blocks)
+    expect_log("asks for more than")
+    assert len(trace_chunks(every, [top])) == blocks * 4096 // CHUNK

@@ -294,6 +294,11 @@ class ErofsImage:
         for parent, name, _, info in whole.scan(self):
             yield parent + name, info
 
+    def data_files(self) -> Iterator[tuple[bytes, tuple[Extent, ...]]]:
+        """(path, extents) of every regular file that has a size, hard links once, by their
+        first path. Raises FormatError as `walk` does, and where inodes share bytes."""
+        return whole.data_files(self)
+
     def load_tree(self) -> Inode:
         """The whole tree in memory. Names of one inode give the same object.
 
@@ -483,8 +488,11 @@ class ErofsImage:
                 out[name] = value
         return out, opaque
 
-    def extents_of(self, info: InodeInfo) -> tuple[Extent, ...]:
-        """`extents` of a decoded inode."""
+    def extents_of(
+        self, info: InodeInfo, begin: int = 0, end: int = f.SIZE_MAX
+    ) -> tuple[Extent, ...]:
+        """`extents` of a decoded inode; of the chunks that hold bytes `begin` to `end` alone,
+        for no more work than these chunks."""
         if not stat.S_ISREG(info.mode):
             raise BadInput(f"{self.name}: inode {info.nid} is not a regular file")
         if not info.size:
@@ -492,8 +500,10 @@ class ErofsImage:
         at, count, bits = self.indexes_of(info)
         pieces: list[list[int]] = []  # [logical, device, physical, length] in bytes
         chunk_size = f.BLOCK << bits
-        logical = 0
-        for advise, device, block in f.CHUNK_INDEX.iter_unpack(self._data[at : at + 8 * count]):
+        first, stop = begin // chunk_size, min(-(-end // chunk_size), count)
+        logical = first * chunk_size
+        wanted = self._data[at + 8 * first : at + 8 * max(first, stop)]
+        for advise, device, block in f.CHUNK_INDEX.iter_unpack(wanted):
             if block != f.NULL_BLOCK:
                 length = min(chunk_size, info.size - logical)
                 physical = block * f.BLOCK

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dsecfs.errors import FormatError
 from dsecfs.layers.erofs import format as f
-from dsecfs.layers.tree import Inode
+from dsecfs.layers.tree import Extent, Inode
 
 if TYPE_CHECKING:
     from dsecfs.layers.erofs.reader import ErofsImage, InodeInfo
@@ -115,17 +115,23 @@ def load_tree(image: ErofsImage) -> Inode:
 
 def referenced_ranges(image: ErofsImage) -> list[list[tuple[int, int]]]:
     """Per device: (physical, length) of all whole blocks that files have, sorted, merged."""
-    budget = _Budget(image)
     pieces: list[list[tuple[int, int]]] = [[] for _ in image.devices]
+    for _, extents in data_files(image):
+        for _, blob, physical, length in extents:
+            pieces[blob].append((physical, physical + f.round_up(length, f.BLOCK)))
+    return [_merge(ranges) for ranges in pieces]
+
+
+def data_files(image: ErofsImage) -> Iterator[tuple[bytes, tuple[Extent, ...]]]:
+    """(first path, extents) of every regular file that has a size; hard links once."""
+    budget = _Budget(image)
     done: set[int] = set()
-    for _, _, _, info in scan(image):
+    for parent, name, _, info in scan(image):
         if not stat.S_ISREG(info.mode) or not info.size or info.nid in done:
             continue
         done.add(info.nid)
         budget.take(image.indexes_of(info)[1] * f.CHUNK_INDEX.size)
-        for _, blob, physical, length in image.extents_of(info):
-            pieces[blob].append((physical, physical + f.round_up(length, f.BLOCK)))
-    return [_merge(ranges) for ranges in pieces]
+        yield parent + name, image.extents_of(info)
 
 
 def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
