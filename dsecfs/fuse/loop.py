@@ -23,7 +23,7 @@ import trio
 log = logging.getLogger("dsecfs.fuse.loop")
 
 LINGER_MS = 1
-BURST = 32
+BURST = 64
 """Requests answered in a row before the event loop runs."""
 _KNOWN = ("3.4.", "3.5.")
 """Versions of pyfuse3 whose session loop awaits `_wait_fuse_readable()` before it reads, and ends

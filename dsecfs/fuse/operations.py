@@ -251,8 +251,13 @@ class Handlers(pyfuse3.Operations):
         if len(name) > NAME_MAX:
             raise FUSEError(errno.ENAMETOOLONG)
         ino = space.lookup(node, name)
-        child, child_node = self._find(ino)
-        entry = self._entry(ino, child, child_node)
+        if ino:
+            child, child_node = self._find(ino)
+            entry = self._entry(ino, child, child_node)
+        else:
+            # Remembered by the kernel: programs look for a module in many directories.
+            entry = EntryAttributes()
+            entry.st_ino = InodeT(0)
         entry.entry_timeout = space.names_hold(node)
         return entry
 

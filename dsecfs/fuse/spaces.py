@@ -54,7 +54,8 @@ class Space(Protocol):
     def attributes(self, node: int) -> Attributes: ...
 
     def lookup(self, node: int, name: bytes) -> int:
-        """The inode number of `name` in directory `node`. NotFound if there is none."""
+        """The inode number of `name` in directory `node`. NotFound if there is none; 0 if the
+        kernel may believe that as long as it believes names."""
 
     def listing(self, node: int, start: int) -> Iterator[DirEntry]:
         """Entries of directory `node` behind cookie `start` (0 from the beginning)."""

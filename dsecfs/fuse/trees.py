@@ -365,9 +365,7 @@ class TreeSpace:
 
     def lookup(self, node: int, name: bytes) -> int:
         child = self._tree.lookup(node, name)
-        if child is None:
-            raise NotFound("no such name")
-        return self._base | child
+        return 0 if child is None else self._base | child
 
     def listing(self, node: int, start: int) -> Iterator[DirEntry]:
         entries = self._tree.entries(node)

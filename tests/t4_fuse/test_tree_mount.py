@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -155,6 +156,28 @@ def test_listing_goes_on_in_the_next_worker(served: Layers) -> None:
             if i in (100, 3000):
                 served.family.kill_worker()
     assert len(names) == len(set(names)) == 4001
+
+
+def test_names_that_are_not_there_are_remembered(served: Layers) -> None:
+    """The kernel knows without asking: programs look for a module in many directories."""
+    top = served.compose("absent", [wide_layer(served, 100)])
+    fd = os.open(top / "wide", os.O_RDONLY | os.O_DIRECTORY)
+    worker = served.family.client.status()["worker"]
+    try:
+        names = [f"no-{number}" for number in range(30)]
+        for name in names:
+            with pytest.raises(FileNotFoundError):
+                os.stat(name, dir_fd=fd)
+        os.kill(worker, signal.SIGSTOP)
+        for name in names:
+            with pytest.raises(FileNotFoundError):
+                os.stat(name, dir_fd=fd)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        os.close(fd)
+    assert (top / "wide" / "file-00007").read_bytes() == b"7"
+    # A watchdog would have ended one that had something to answer.
+    assert served.family.client.status()["worker"] == worker
 
 
 def test_open_directories_and_files_outlive_workers(served: Layers) -> None:
