@@ -72,10 +72,14 @@ def mount(
             cache=node.settings.cache_options(),
             request_limit_s=node.settings.request_limit_s,
         )
+        if not no_prefetch:
+            node.warm(client, prepared)
     else:
         from dsecfs.mount import mount_env
 
         client = node.start_fs()
+        if not no_prefetch:
+            node.warm(client, prepared)
         with contextlib.closing(node.layer_mounts()) as mounts:
             mount_env(
                 node.dirs,
@@ -84,8 +88,6 @@ def mount(
                 upper=Path(upper) if upper else None,
                 mounts=mounts,
             )
-    if not no_prefetch:
-        node.warm(client, prepared)
     show_record({"environment": env, "directory": str(target), "mode": mode, "because": why})
 
 
