@@ -237,6 +237,9 @@ def decode_trace(data: bytes, env: Digest) -> Trace:
         raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
     except zstandard.ZstdError as e:
         raise FormatError(f"{what}: does not decompress: {e}") from None
+    # Before it is parsed: a list costs some 100 bytes. A range needs one, a file two.
+    if raw.count(b"[") > 4 * MAX_RANGES:
+        raise FormatError(f"{what}: more than {MAX_RANGES} ranges")
     f = Fields(load_json(raw, what), what)
     f.check_format(TRACE_FORMAT)
     if f.take("env", str) != env:

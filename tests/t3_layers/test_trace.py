@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,6 +256,22 @@ def test_traces_kept_on_the_node_count_there(store: DirectoryStore, tmp_path: Pa
     assert len(listed) == MAX_RUNS
     assert sum(t.file is None for t in listed) == 1
     assert {read_trace(store, ENV, t).accesses for t in listed} == {t.accesses for t in found}
+
+
+def test_a_small_trace_cannot_take_much_memory() -> None:
+    body = b'{"format":1,"env":"%b","files":[["a",[%b]]]}' % (
+        ENV.encode(),
+        b",".join([b"[1,1]"] * 1_300_000),
+    )
+    stored = zstandard.compress(body)
+    assert len(stored) < 4096
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="more than 200000 ranges"):
+            decode_trace(stored, ENV)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_trace_over_a_shattered_file_is_bounded(
