@@ -130,6 +130,7 @@ class Node:
             self.dirs,
             self.settings.store_url,
             cache=self.settings.cache_options(),
+            housekeeping=self.settings.housekeeping_options(),
             request_limit_s=self.settings.request_limit_s,
         )
 

@@ -195,6 +195,30 @@ class Settings:
         low=0,
         high=1 << 50,
     )
+    metadata_max_bytes: int = _setting(
+        4 << 30,
+        parse_size,
+        "most that heads, images and names of layers take on this node; the oldest unused go",
+        unit="bytes",
+        low=1 << 20,
+        high=1 << 50,
+    )
+    scrub_interval_s: float = _setting(
+        86400.0,
+        parse_duration,
+        "how often cached bytes that the kernel reads directly are checked against their digests",
+        unit="seconds",
+        low=60,
+        high=365 * 86400,
+    )
+    check_rate: int = _setting(
+        16 << 20,
+        parse_size,
+        "bytes a second that are read for such checks, and for those after a boot",
+        unit="bytes/s",
+        low=64 << 10,
+        high=1 << 40,
+    )
     fetch_threads: int = _setting(
         32, _parse_int, "range reads from the store at the same time", low=1, high=512
     )
@@ -273,6 +297,15 @@ class Settings:
             "threads": self.fetch_threads,
             "deadline_s": self.read_deadline_s,
             "read_ahead": self.fetch_ahead,
+        }
+
+
+    def housekeeping_options(self) -> dict[str, Any]:
+        """`FsConfig.housekeeping` for the node's daemons."""
+        return {
+            "metadata_max_bytes": self.metadata_max_bytes,
+            "scrub_interval_s": self.scrub_interval_s,
+            "check_rate": self.check_rate,
         }
 
 

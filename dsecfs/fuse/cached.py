@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from dsecfs.store.base import Store
 
 OPEN_BLOBS = 512
-"""Blobs whose files stay open in a worker (three files and two mappings each)."""
+"""Blobs whose files stay open in a worker, where it may have so many files."""
+MIN_OPEN_BLOBS = 16
+FILES_PER_BLOB = 4
+"""Two files, and one for each of two mappings."""
+OTHER_FILES = 1024
+"""Images of composed trees, connections, pipes."""
 POLL_S = 0.1
 PLAN_S = 300.0
 """Seconds after which it is looked anew what a mount should be warmed with."""
@@ -58,14 +64,22 @@ def _open_store(url: str) -> Store:
     return open_store(url)
 
 
-def open_source(config: FsConfig) -> CachedSource:
+def open_cache(config: FsConfig) -> ChunkCache:
     """The cache of `config`. Without `max_bytes` it may take half of its file system."""
-    settings: dict[str, Any] = {"open_blobs": OPEN_BLOBS, **config.cache}
+    settings: dict[str, Any] = {"open_blobs": open_blobs(), **config.cache}
     if "max_bytes" not in settings:
         s = os.statvfs(config.data)
         settings["max_bytes"] = s.f_blocks * s.f_frsize // 2
     open_it = functools.partial(_open_store, config.store)
-    return CachedSource(ChunkCache(config.dirs, open_it, **settings))
+    return ChunkCache(config.dirs, open_it, **settings)
+
+
+def open_blobs() -> int:
+    """How many blobs may stay open under this process's limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return OPEN_BLOBS
+    return max(MIN_OPEN_BLOBS, min(OPEN_BLOBS, (soft - OTHER_FILES) // FILES_PER_BLOB))
 
 
 class CachedSource:

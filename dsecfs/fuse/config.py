@@ -34,6 +34,8 @@ class FsConfig:
     allow_other: bool = True
     cache: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chunk cache."""
+    housekeeping: dict[str, Any] = field(default_factory=dict)
+    """What the worker does beside serving: settings of `fuse.chores.Chores`."""
     read_ahead_kib: int = 1024
     """Read-ahead of files in the mount; needs root to count. A FUSE request holds at most
     1 MiB (FUSE_MAX_MAX_PAGES is 256)."""

@@ -6,6 +6,8 @@ comes while a worker is being replaced waits a moment instead of being refused.
     {"op": "ping"}
     {"op": "status"}                          processes, mode, age, restarts
     {"op": "stats"}                           counters of this worker
+    {"op": "chores"}                          what it does beside serving: its lease
+    {"op": "close_idle"}                      close blobs that nobody reads right now
     {"op": "prefetch", "id": ID, "blobs": [{"digest": HEX, "chunks": [N, …] | null}]}
     {"op": "warm", "env": HEX | null, "layers": [HEX, …]}   answers {"id": ID}
     {"op": "prefetch_status", "id": ID}       of a prefetch or a warm
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     import trio
 
     from dsecfs.fuse.blobs import BlobSource
+    from dsecfs.fuse.chores import Chores
     from dsecfs.fuse.operations import Handlers
     from dsecfs.fuse.top import Spaces
 
@@ -234,6 +237,7 @@ class ControlServer:
         spaces: Spaces,
         handlers: Handlers,
         source: BlobSource,
+        chores: Chores | None = None,
     ) -> None:
         self._inherited = inherited
         self._config = config
@@ -241,6 +245,7 @@ class ControlServer:
         self._spaces = spaces
         self._handlers = handlers
         self._source = source
+        self._chores = chores
         self._jobs: dict[str, _Job] = {}
         self._callers = 0
         self._busy = 0
@@ -248,6 +253,8 @@ class ControlServer:
             "ping": self._ping,
             "status": self._status,
             "stats": self._stats,
+            "chores": self._report_chores,
+            "close_idle": self._close_idle,
             "prefetch": self._prefetch,
             "warm": self._warm,
             "prefetch_status": self._prefetch_status,
@@ -389,6 +396,12 @@ class ControlServer:
             "fuse": {"reads": h.reads, "waited_reads": h.waited_reads, "errors": h.errors},
             "cache": dict(self._source.stats()),
         }
+
+    async def _report_chores(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {} if self._chores is None else self._chores.report()
+
+    async def _close_idle(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"closed": 0 if self._chores is None else self._chores.close_idle()}
 
     async def _prefetch(self, request: dict[str, Any]) -> dict[str, Any]:
         wanted = _wanted(request)

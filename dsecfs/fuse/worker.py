@@ -20,6 +20,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import pyfuse3
 import trio
@@ -37,6 +38,9 @@ from dsecfs.fuse.slots import Slots
 from dsecfs.fuse.supervisor import EXIT_DRAINED, EXIT_NOT_NEEDED, EXIT_OVER
 from dsecfs.fuse.top import ROOT, Spaces
 
+if TYPE_CHECKING:
+    from dsecfs.fuse.chores import Chores
+
 log = logging.getLogger("dsecfs.fuse.worker")
 
 BEAT_S = 0.5
@@ -48,15 +52,23 @@ REPLY_S = 1.0
 """How long the last answers on the control socket may take once the mount is gone."""
 
 
+CHORES_S = 2.0
+"""How long the last step of what is done beside serving may take once the mount is gone."""
+
+
 def main(inherited: Inherited) -> int:
     """Entry point in the forked process: serve with the node's chunk cache."""
-    from dsecfs.fuse.cached import open_source
+    from dsecfs.fuse.cached import CachedSource, open_cache
+    from dsecfs.fuse.chores import Chores
 
     config = FsConfig(**inherited.config)
-    return run(inherited, config, open_source(config))
+    cache = open_cache(config)
+    return run(inherited, config, CachedSource(cache), Chores(config, cache))
 
 
-def run(inherited: Inherited, config: FsConfig, source: BlobSource) -> int:
+def run(
+    inherited: Inherited, config: FsConfig, source: BlobSource, chores: Chores | None = None
+) -> int:
     """Wait for the lock, then serve until the end. Returns an exit code."""
     if inherited.version != VERSION:
         raise Unsupported(
@@ -79,7 +91,7 @@ def run(inherited: Inherited, config: FsConfig, source: BlobSource) -> int:
     if page.resend and not resend(inherited.fuse_fd):
         log.error("the kernel refuses to ask requests again; some readers may hang")
     try:
-        return trio.run(_serve, inherited, config, source, page)
+        return trio.run(_serve, inherited, config, source, page, chores)
     except BaseExceptionGroup as group:
         _, rest = group.split(_is_abort)
         if rest is not None:
@@ -93,7 +105,11 @@ def _is_abort(error: BaseException) -> bool:
 
 
 async def _serve(
-    inherited: Inherited, config: FsConfig, source: BlobSource, page: SharedPage
+    inherited: Inherited,
+    config: FsConfig,
+    source: BlobSource,
+    page: SharedPage,
+    chores: Chores | None,
 ) -> int:
     spaces = Spaces(config.dirs, Slots(inherited.slots_fd), source)
     root = spaces.tree_ino(config.tree.encode()) if config.tree else ROOT
@@ -109,15 +125,20 @@ async def _serve(
         helpers.start_soon(_mind_supervisors, inherited, page)
         control = None
         if inherited.control_fd >= 0:
-            control = ControlServer(inherited, config, page, spaces, handlers, source)
+            control = ControlServer(inherited, config, page, spaces, handlers, source, chores)
             await helpers.start(control.serve, draining)
         page.serving()
         log.info("worker %d serves %s", os.getpid(), config.mountpoint)
+        if chores is not None:
+            chores.start()
+            helpers.start_soon(_stop_chores, draining, chores)
         async with _cut_off(draining, config.drain_s, requests):
             await pyfuse3.main(1, MAX_TASKS)
         if control is not None:
             with trio.move_on_after(REPLY_S):
                 await control.finish()
+        if chores is not None and not draining.is_set():
+            await trio.to_thread.run_sync(chores.stop, CHORES_S)
         helpers.cancel_scope.cancel()
     return EXIT_DRAINED if draining.is_set() else EXIT_OVER
 
@@ -140,6 +161,11 @@ async def _cut_off(
             nursery.start_soon(watch, scope)
             yield
         nursery.cancel_scope.cancel()
+
+
+async def _stop_chores(draining: trio.Event, chores: Chores) -> None:
+    await draining.wait()
+    chores.ask_to_stop()
 
 
 async def _beat(page: SharedPage) -> None:

@@ -8,7 +8,9 @@ belongs to, so that recovery can tell those that nobody will remove any more.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,10 @@ from dsecfs.layers.digest import Digest
 from dsecfs.layers.manifest import BlobRef
 from dsecfs.nodedirs import NodeDirs, boot_id
 
+log = logging.getLogger(__name__)
+
+RETIRED = "retired"
+"""A file in a generation's directory: nobody new gets it."""
 _PREFIX = "mount-"
 
 
@@ -53,6 +59,31 @@ def direct_file(dirs: NodeDirs, blob: BlobRef, name: str) -> Path | None:
         if not whole:
             unpin(dirs, blob.digest, name)
     return dirs.blob(blob.digest) / "data" if whole else None
+
+
+def direct_blobs(dirs: NodeDirs) -> Iterator[Digest]:
+    """Blobs whose cache files mounts of this boot read themselves."""
+    from dsecfs.cache.evict import cached_blobs
+
+    for blob in cached_blobs(dirs):
+        if any(name.startswith(f"{_PREFIX}{_boot()}-") for name in pins(dirs, blob)):
+            yield blob
+
+
+def retire(dirs: NodeDirs, blob: Digest) -> None:
+    """The cache file of `blob` was found damaged: mounts that read it may have wrong bytes in
+    the page cache even after it was mended. Who acquires one of these layers from now on gets
+    a new mount; the old ones go with their holders."""
+    for name in pins(dirs, blob):
+        boot, _, rest = name.removeprefix(_PREFIX).partition("-")
+        layer, _, number = rest.partition("-")
+        if not name.startswith(_PREFIX) or boot != _boot() or not number.isdigit():
+            continue
+        for place in dirs.layers.glob(f"{layer}*"):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                generation = place / f"{int(number):08d}"
+                (generation / RETIRED).touch(mode=0o600)
+                log.warning("%s is used by nobody new: its data was damaged", generation)
 
 
 def drop_stale_pins(dirs: NodeDirs, alive: Callable[[str], bool]) -> Iterator[Digest]:

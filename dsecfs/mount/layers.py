@@ -8,6 +8,7 @@ descriptors and build overlays of them anywhere.
     run/layers/<hex>/<gen>/record       what is mounted, written before and after
     run/layers/<hex>/<gen>/mnt          mount point, in the pinned namespace
     run/layers/<hex>/<gen>/refs/<name>  one file per holder: the path of its own record
+    run/layers/<hex>/<gen>/retired      made by direct.py: data it reads itself was damaged
 
 What must hold:
 - EROFS opens its devices at mount. So when every blob of a layer has become whole and
@@ -111,6 +112,11 @@ class _Generation:
     @property
     def refs(self) -> Path:
         return self.path / "refs"
+
+    @property
+    def is_retired(self) -> bool:
+        """Its data was found damaged (direct.py)."""
+        return (self.path / "retired").exists()
 
 
 class LayerMounts:
@@ -350,6 +356,8 @@ class LayerMounts:
                 self._destroy(generation)
             elif record.private or record.mode != self._mode:
                 continue
+            elif generation.is_retired:
+                return None
             elif record.fuse and record.fuse != self._fuse_mount():
                 # The FUSE file system was mounted anew: this generation reads from the old one.
                 return None
@@ -445,7 +453,11 @@ class LayerMounts:
         self, generations: Sequence[_Generation], *, newest_too: bool = False
     ) -> list[_Generation]:
         """Unmount generations nobody holds; of the ready ones the newest only if told so."""
-        usable = [g for g in generations if g.record and g.record.ready and not g.record.private]
+        usable = [
+            g
+            for g in generations
+            if g.record and g.record.ready and not g.record.private and not g.is_retired
+        ]
         newest = usable[-1] if usable and not newest_too else None
         gone = [g for g in generations if g is not newest and not _refs(g)]
         for generation in gone:
