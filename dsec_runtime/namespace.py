@@ -75,12 +75,12 @@ class RunNamespace:
         argv: Sequence[str],
         *,
         streams: Sequence[int],
-        own_group: bool,
+        inherited: Sequence[int],
     ) -> subprocess.Popen[bytes]:
         """Start a program in a copy of the namespace with the mount `root` attached `at`.
 
-        `streams` are its standard input, output and error. `own_group` puts it in a process
-        group of its own, so that a terminal's signals reach it only through us.
+        `streams` are its standard input, output and error, `inherited` the other descriptors
+        it gets. It has a process group of its own: a terminal's signals reach it only through us.
         """
 
         def work() -> subprocess.Popen[bytes]:
@@ -96,7 +96,8 @@ class RunNamespace:
                     stderr=streams[2],
                     cwd="/",
                     env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-                    process_group=0 if own_group else None,
+                    process_group=0,
+                    pass_fds=inherited,
                 )
             finally:
                 setns(self._fd, CLONE_NEWNS)

@@ -30,11 +30,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from dsec_runtime.bundle import ROOT, Limits, Process, config
 from dsec_runtime.cgroups import LimitWatch
 from dsec_runtime.namespace import RunNamespace
+from dsec_runtime.reaper import reaper
 from dsec_runtime.running import GRACE_S, Clock, Running, RunResult, forwarding, terminal_kept
 from dsec_runtime.sandbox import Sandboxes, new_id
 from dsec_runtime.skeleton import HOSTNAME, skeleton
@@ -50,6 +51,9 @@ from dsecfs.layers.local import LocalLayer
 from dsecfs.locks import Claim
 from dsecfs.mount import Holder, LayerMounts
 from dsecfs.nodedirs import NodeDirs
+
+if TYPE_CHECKING:
+    from dsec_runtime.terminal import Terminal
 
 IDLE_RANGES = 8
 """Ranges of ids a Runner keeps for its next runs."""
@@ -256,21 +260,19 @@ class Runner:
                     seccomp=spec.seccomp,
                 )
                 (place / "config.json").write_text(json.dumps(content))
-                streams = Streams(
-                    (spec.stdin, spec.stdout, spec.stderr), slot.range.ids.start + process.user.uid
-                )
+                streams = _streams(spec, place, slot.range.ids.start + process.user.uid)
                 undo.callback(streams.abandon)
                 clock.lap("bundle")
                 errors = place / "crun.log"
                 command = self.sandboxes.command(
-                    f"--log=file:{errors}", "run", "--bundle", str(place), sandbox
+                    f"--log=file:{errors}", "run", *streams.options, "--bundle", str(place), sandbox
                 )
                 crun = self._in_namespace().start(
                     tree,
                     place / ROOT,
                     command,
                     streams=streams.fds,
-                    own_group=not spec.tty,
+                    inherited=streams.inherited,
                 )
                 clock.lap("spawn")
             undo.pop_all()
@@ -338,9 +340,16 @@ class Runner:
 
 
 def run_container(
-    spec: RunSpec, dirs: NodeDirs, *, mode: Mode = "kernel", mounts: LayerMounts | None = None
+    spec: RunSpec,
+    dirs: NodeDirs,
+    *,
+    mode: Mode = "kernel",
+    mounts: LayerMounts | None = None,
+    tied: bool = True,
 ) -> RunResult:
     """Run one container to its end: what `dsec run` does. `mode` and `mounts` as in Runner.
+
+    `tied`: if this process is killed, its container ends and is cleared, too.
 
     Called in the main thread, signals go to the program; those that ask for an end are
     followed by SIGKILL after GRACE_S, or when they come twice. Errors as `Runner.start`.
@@ -348,7 +357,11 @@ def run_container(
     with Runner(dirs, mode=mode, mounts=mounts) as runner:
         runner.recover()
         _check(spec)  # a terminal that is none cannot be kept
-        with terminal_kept(spec.tty, spec.stdin), forwarding() as forward:
+        with (
+            reaper(dirs) if tied else contextlib.nullcontext(),
+            terminal_kept(spec.tty, spec.stdin),
+            forwarding() as forward,
+        ):
             running = runner.start(spec)
             forward(running)
             return running.wait()
@@ -389,6 +402,16 @@ def _resolve(spec: RunSpec, tree: int) -> Process:
         size = os.get_terminal_size(0 if spec.stdin is None else spec.stdin)
         console = {"height": size.lines, "width": size.columns}
     return Process(spec.args, env, spec.cwd, user, console, spec.no_new_privileges)
+
+
+def _streams(spec: RunSpec, place: Path, uid: int) -> Streams | Terminal:
+    if not spec.tty:
+        return Streams((spec.stdin, spec.stdout, spec.stderr), uid)
+    # Only here: most runs have none.
+    from dsec_runtime.terminal import Terminal
+
+    stdin, stdout = (0 if spec.stdin is None else spec.stdin), spec.stdout
+    return Terminal(place, stdin, 1 if stdout is None else stdout)
 
 
 def _program(name: str, how: str) -> Path:

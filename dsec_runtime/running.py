@@ -18,12 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from dsec_runtime.cgroups import Limit, LimitWatch
 from dsec_runtime.errors import SandboxError
 from dsec_runtime.streams import Streams
 from dsecfs.errors import DeadlineExceeded
 from dsecfs.kernel.syscalls import pidfd_open
+
+if TYPE_CHECKING:
+    from dsec_runtime.terminal import Terminal
 
 GRACE_S = 10.0
 """Between a signal that asks the container to end and SIGKILL."""
@@ -67,7 +71,7 @@ class Running:
         self,
         sandbox: str,
         process: subprocess.Popen[bytes],
-        streams: Streams,
+        streams: Streams | Terminal,
         clear: Callable[[], None],
         kill: Callable[[], None],
         errors: Path,
@@ -103,6 +107,9 @@ class Running:
             os.eventfd_write(self._wake, 1)
             return
         if number == signal.SIGSTOP:
+            return
+        if number == signal.SIGWINCH:
+            self._streams.resize()  # the program is told by its own terminal
             return
         # crun passes signals on to PID 1 of the container, and that to the program.
         with contextlib.suppress(ProcessLookupError):
@@ -228,7 +235,7 @@ def forwarding() -> Iterator[Callable[[Running], None]]:
 
 @contextlib.contextmanager
 def terminal_kept(tty: bool, stdin: int | None) -> Iterator[None]:
-    """crun makes the terminal raw; give it back as it was, even if crun is killed."""
+    """While it is passed through a terminal is raw; give it back as it was, whatever happens."""
     if not tty:
         yield
         return

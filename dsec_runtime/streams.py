@@ -17,7 +17,7 @@ import os
 import stat
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dsecfs.errors import DeadlineExceeded
 
@@ -28,6 +28,11 @@ FINISH_S = 30.0
 
 class Streams:
     """The three descriptors that crun gets. `started` once it has them, then `finish`."""
+
+    options: Sequence[str] = ()
+    """Options for crun run."""
+    inherited: Sequence[int] = ()
+    """Descriptors that crun needs besides the streams."""
 
     def __init__(self, given: tuple[int | None, int | None, int | None], uid: int) -> None:
         """`given` are the caller's (None: this process's own); `uid` is who shall be able to
@@ -80,6 +85,9 @@ class Streams:
         thread.start()
         if work is _drain:
             self._threads.append(thread)
+
+    def resize(self) -> None:
+        """There is no terminal."""
 
     def finish(self) -> None:
         """The container is gone: wait until the caller's files have all of its output."""

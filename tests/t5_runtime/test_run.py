@@ -375,18 +375,19 @@ from dsec_runtime.run import RunSpec, run_container
 from dsecfs.layers.local import LocalLayer
 from dsecfs.layers.manifest import parse_manifest
 from dsecfs.nodedirs import NodeDirs
-data, run, digest, manifest, tty, *args = sys.argv[1:]
+data, run, digest, manifest, how, *args = sys.argv[1:]
 dirs = NodeDirs(Path(data), Path(run))
 layer = LocalLayer(digest, parse_manifest(manifest.encode()), dirs.meta(digest))
-result = run_container(RunSpec((layer,), tuple(args), tty=tty == "tty"), dirs)
+spec = RunSpec((layer,), tuple(args), tty=how == "tty")
+result = run_container(spec, dirs, tied=how != "loose")
 sys.exit(result.exit_code)
 """
 
 
-def command(here: Node, base: LocalLayer, *args: str, tty: bool = False) -> list[str]:
+def command(here: Node, base: LocalLayer, *args: str, how: str = "plain") -> list[str]:
     manifest = base.manifest.to_json().decode()
     where = [str(here.dirs.data), str(here.dirs.run), base.digest, manifest]
-    return [sys.executable, "-c", PROGRAM, *where, "tty" if tty else "plain", *args]
+    return [sys.executable, "-c", PROGRAM, *where, how, *args]
 
 
 def test_ctrl_c_and_sigterm_of_the_process(here: Node, runner: Runner, base: LocalLayer) -> None:
@@ -406,7 +407,7 @@ def test_a_terminal(here: Node, runner: Runner, base: LocalLayer) -> None:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 77, 0, 0))
     before = termios.tcgetattr(slave)
     process = subprocess.Popen(
-        command(here, base, "sh", "-c", script, tty=True),
+        command(here, base, "sh", "-c", script, how="tty"),
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -426,13 +427,66 @@ def test_a_terminal(here: Node, runner: Runner, base: LocalLayer) -> None:
     os.close(slave)
 
 
+def test_a_terminal_gets_all_of_the_output_and_takes_much_input(
+    here: Node, base: LocalLayer, runner: Runner
+) -> None:
+    master, slave = pty.openpty()
+    seen: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(master, 65536):
+                seen.append(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    spec = RunSpec((base,), ("echo", "the end"), tty=True, stdin=slave, stdout=slave)
+    for _ in range(15):
+        assert runner.run(spec).exit_code == 0
+    before = termios.tcgetattr(slave)
+    script = "stty raw -echo; echo go; head -c 200000 | wc -c; dd if=/dev/zero bs=100k count=9"
+    running = runner.start(
+        RunSpec((base,), ("sh", "-c", script), tty=True, stdin=slave, stdout=slave)
+    )
+    deadline = time.monotonic() + 30
+    while b"go" not in b"".join(seen):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for _ in range(200):
+        os.write(master, b"x" * 1000)
+    assert running.wait().exit_code == 0
+    assert termios.tcgetattr(slave) == before
+    os.close(slave)
+    reader.join(10)
+    os.close(master)
+    text = b"".join(seen)
+    assert text.count(b"the end\r\n") == 15
+    assert b"200000" in text and text.count(b"\0") == 900 * 1024
+
+
+def test_a_terminal_is_resized(here: Node, base: LocalLayer, runner: Runner) -> None:
+    master, slave = pty.openpty()
+    script = "trap 'stty size; exit 5' WINCH; echo ready; while true; do sleep 0.05; done"
+    spec = RunSpec((base,), ("sh", "-c", script), tty=True, stdin=slave, stdout=slave)
+    running = runner.start(spec)
+    seen = b""
+    while b"ready" not in seen:
+        seen += os.read(master, 1000)
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 11, 99, 0, 0))
+    running.send(signal.SIGWINCH)
+    assert running.wait().exit_code == 5
+    assert b"11 99" in os.read(master, 1000)
+    os.close(master)
+    os.close(slave)
+
+
 @pytest.mark.parametrize("delay", [None, 0.0, 0.02, 0.05, 0.08, 0.12])
 def test_kill_9_then_recovery_leaves_nothing(
     here: Node, runner: Runner, base: LocalLayer, delay: float | None, tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(
-            command(here, base, "sh", "-c", "echo ready; sleep 300"), stdout=out
+            command(here, base, "sh", "-c", "echo ready; sleep 300", how="loose"), stdout=out
         )
         if delay is None:
             wait_for(tmp_path / "out", b"ready")
@@ -452,6 +506,32 @@ def test_kill_9_then_recovery_leaves_nothing(
     parent = Path("/sys/fs/cgroup/memory/dsec")
     if parent.exists():
         assert not [p for p in parent.iterdir() if p.is_dir() and p.name in str(left)]
+
+
+@pytest.mark.parametrize("delay", [None, 0.0, 0.05])
+def test_kill_9_ends_the_container_of_dsec_run(
+    here: Node, runner: Runner, base: LocalLayer, delay: float | None, tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            command(here, base, "sh", "-c", "echo ready; sleep 300"),
+            stdout=out,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 30
+        if delay is None:
+            wait_for(tmp_path / "out", b"ready")
+            assert remains(here, runner)["processes"]
+        else:
+            while not here.dirs.sandboxes.exists() or not os.listdir(here.dirs.sandboxes):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(delay)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+    while (left := remains(here, runner)) or runner._uids.taken():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_recovery_leaves_live_sandboxes_alone(here: Node, runner: Runner, base: LocalLayer) -> None:
