@@ -19,7 +19,7 @@ from dsecfs.layers.codec import Codec
 from dsecfs.layers.digest import DEFAULT_CHUNK_SIZE, Digest
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.head import MAX_EROFS, LayerHead, decode_head, encode_head, make_head
-from dsecfs.layers.layout import encode_layout
+from dsecfs.layers.layout import ZERO, encode_layout
 from dsecfs.layers.leases import Lease
 from dsecfs.layers.manifest import BlobRef, LayerManifest, ProcessEnv, check_process_env
 from dsecfs.layers.names import LAYER_KINDS, Name
@@ -139,6 +139,7 @@ def _settle(tree: SourceTree, kind: str) -> None:
             node.mode = stat.S_IFDIR | mode
     if kind in ("workspace", "toolkit"):
         tree.root.mode, tree.root.uid, tree.root.gid = stat.S_IFDIR | 0o755, 0, 0
+        tree.root.xattrs = {}  # an ACL says who may enter, too
 
 
 def read_source(
@@ -222,12 +223,20 @@ def _store_layout(store: Store, lease: Lease, blob: BlobResult) -> int:
 
 
 def layout_is_good(store: Store, lease: Lease, ref: BlobRef) -> bool:
-    """Whether the layout in force can be read and its objects are there to stay."""
+    """Whether the layout in force can be read and its objects are there to stay, as long as
+    they must be. Their bytes are not read."""
     try:
         key, layout = read_newest_layout(store, ref)
-        for needed in (key, *map(object_key, layout.objects)):
-            lease.rely_on(needed)
-            store.stat(needed)
+        lease.rely_on(key)
+        store.stat(key)
+        ends = [0] * len(layout.objects)
+        for place in layout.places:
+            if place.codec != ZERO:
+                ends[place.object] = max(ends[place.object], place.offset + place.stored)
+        for name, end in zip(layout.objects, ends, strict=True):
+            lease.rely_on(object_key(name))
+            if store.stat(object_key(name)).size < end:
+                return False
     except (NotFound, FormatError):
         return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -177,7 +178,9 @@ def test_importing_again_changes_nothing(store: DirectoryStore, layout: Path) ->
     assert sorted(i.key for i in store.list("")) == before
 
 
-@pytest.mark.parametrize("what", ["head", "layout", "object", "record", "other record"])
+@pytest.mark.parametrize(
+    "what", ["head", "layout", "object", "cut object", "record", "other record"]
+)
 def test_a_record_is_only_a_hint(store: DirectoryStore, layout: Path, what: str) -> None:
     first = do_import(store, layout)
     whole = layer_listing(store, first.base.digest)
@@ -191,6 +194,9 @@ def test_a_record_is_only_a_hint(store: DirectoryStore, layout: Path, what: str)
             store.delete(head_key(layer))  # type: ignore[arg-type]
         elif what == "object":
             store.delete(object_key(read_layout(store, blob).objects[0]))
+        elif what == "cut object":
+            path = store.root / object_key(read_layout(store, blob).objects[0])
+            os.truncate(path, path.stat().st_size - 1)
         elif what == "layout":
             store.delete(layout_key(blob.digest, 1))
     if what.endswith("record"):
