@@ -116,9 +116,11 @@ def test_only_a_base_decides_on_the_root_directory(
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     (private / "file").write_text("x")
+    os.setxattr(private, "user.mark", b"x")
     layer = open_image(f"dir:{private}").layers[0]
     image = ErofsImage(publish_source(store, layer, None, Meta(kind, "linux/amd64")).head.erofs)
     assert stat.S_IMODE(image.stat(image.root_nid).mode) == mode
+    assert bool(image.xattrs(image.root_nid)) == (kind == "base")
 
 
 def test_the_digest_depends_on_content_alone(tmp_path: Path, archive: Path) -> None:
