@@ -251,7 +251,8 @@ class TreeSpec(NamedTuple):
     layers: tuple[Digest, ...]
     """Bottom to top."""
     owners: Owners | None = None
-    """What owners are shifted to; None shows them as they are."""
+    """What owners are shifted to; None shows them as they are. A shifted tree is the lower of
+    an overlay."""
 
     def check(self) -> None:
         """Raises ValueError."""

@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,11 @@ def _xattrs(path: bytes) -> dict[bytes, bytes]:
         return {REFUSED: b""}
 
 
-def shown(top: Path) -> dict[bytes, tuple[Any, ...]]:
-    """Everything the kernel shows below `top`, names of one inode by their first."""
+def shown(
+    top: Path, *, skip: Collection[bytes] = (), blocks: bool = True
+) -> dict[bytes, tuple[Any, ...]]:
+    """Everything the kernel shows below `top` but for the paths `skip`; names of one inode by
+    their first. `blocks`: all blocks of a file are counted, also those of holes."""
     out: dict[bytes, tuple[Any, ...]] = {}
     first: dict[tuple[int, int], bytes] = {}
     todo = [b""]
@@ -127,7 +130,7 @@ def shown(top: Path) -> dict[bytes, tuple[Any, ...]]:
                     body = hashlib.sha256(f.read()).digest()
             except PermissionError:
                 body = REFUSED
-            assert info.st_blocks == -(-info.st_size // 4096) * 8, path
+            assert not blocks or info.st_blocks == -(-info.st_size // 4096) * 8, path
         out[path] = (
             stat.filemode(info.st_mode),
             oct(info.st_mode),
@@ -144,7 +147,8 @@ def shown(top: Path) -> dict[bytes, tuple[Any, ...]]:
         if is_dir:
             # overlayfs lists whiteouts of a directory that it does not merge with another.
             names = sorted(n for n in os.listdir(full) if os.path.lexists(full + b"/" + n))
-            todo.extend(path + b"/" + n if path else n for n in reversed(names))
+            inner = (path + b"/" + n if path else n for n in reversed(names))
+            todo.extend(p for p in inner if p not in skip)
     return out
 
 
