@@ -14,19 +14,19 @@ never; a digest is not a name, access is by reference.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from dsecfs.errors import BadInput, Conflict, Corrupt, DsecfsError, FormatError, NotFound
+from dsecfs.errors import BadInput, Conflict, Corrupt, FormatError, NotFound
 from dsecfs.layers.digest import Digest, parse_digest, sha256
 from dsecfs.layers.environment import Environment, EnvironmentManifest, Toolkit, parse_environment
 from dsecfs.layers.manifest import MAX_MANIFEST, Fields, canonical_json, load_json
 from dsecfs.layers.names import KINDS, LAYER_KINDS, Name, parse_name
+from dsecfs.layers.remembered import Remembered
 from dsecfs.store.base import Store, channel_prefix, env_key, head_key, ref_key
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ TRASH_S = 14 * 86400
 """Seconds for which a removed ref can be restored."""
 REMEMBER_S = 10 * 86400
 """Seconds for which a node remembers a resolved ref; less than TRASH_S."""
-
-T = TypeVar("T")
 
 _WORDS = {"env": "environment"}
 _SUGGEST_FROM = 20_000
@@ -147,8 +145,10 @@ class Catalog:
     def __init__(self, store: Store, cache_dir: Path | None = None) -> None:
         self._store = store
         # Names belong to a store: another store's debian:12 is another one.
-        self._refs = _Remembered(cache_dir / sha256(store.url.encode())[:16]) if cache_dir else None
-        self._envs = _Remembered(cache_dir / "envs") if cache_dir else None
+        self._refs = self._envs = None
+        if cache_dir:
+            self._refs = Remembered(cache_dir / sha256(store.url.encode())[:16], REMEMBER_S)
+            self._envs = Remembered(cache_dir / "envs", REMEMBER_S)
 
     # -- refs
 
@@ -572,38 +572,3 @@ def _either(kinds: Sequence[str]) -> str:
 
 def _full(name: Name) -> str:
     return f"env/{name}" if name.kind == "env" else str(name)
-
-
-class _Remembered:
-    """Small files that never change, by a key that is safe as a path. Losing one is harmless."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def get(self, key: str, parse: Callable[[bytes], T]) -> T | None:
-        """What is remembered and not too old; a damaged file counts as forgotten."""
-        path = self._root / key
-        try:
-            if time.time() - path.stat().st_mtime > REMEMBER_S:
-                return None
-            return parse(path.read_bytes())
-        except (OSError, DsecfsError):
-            return None
-
-    def put(self, key: str, data: bytes) -> None:
-        path = self._root / key
-        # One fixed name, so that crashes do not pile up files. Two writers of one key write the
-        # same; should one rename what the other has just cut, `get` finds it damaged.
-        temporary = path.with_name(f".tmp-{path.name}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(data)
-            temporary.rename(path)
-        except OSError:
-            # A node without space goes on, it only asks the store again.
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-
-    def forget(self, key: str) -> None:
-        with contextlib.suppress(OSError):
-            (self._root / key).unlink()
