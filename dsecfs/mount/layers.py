@@ -401,7 +401,10 @@ class LayerMounts:
                     self._destroy(_Generation(path, _read_record(path)))
                     return None
                 devices.append(file)
-            return self._mount(path, layer, devices, LOCAL_READ_AHEAD_KIB)
+            # Not around the page cache: the disk is read ahead for it, and what FUSE served lies
+            # there already. Small files of a new mount come 1.5 to 9 times as fast; the copy that
+            # was used once is the first to be dropped when memory is short.
+            return self._mount(path, layer, devices, LOCAL_READ_AHEAD_KIB, directio=False)
 
     def _make(
         self,
@@ -436,9 +439,21 @@ class LayerMounts:
             raise
 
     def _mount(
-        self, path: Path, layer: LocalLayer, devices: Sequence[Path], read_ahead_kib: int
+        self,
+        path: Path,
+        layer: LocalLayer,
+        devices: Sequence[Path],
+        read_ahead_kib: int,
+        *,
+        directio: bool = True,
     ) -> _Generation:
-        fd = erofs_mount(layer.meta_path, devices, mode=self._mode, read_ahead_kib=read_ahead_kib)
+        fd = erofs_mount(
+            layer.meta_path,
+            devices,
+            mode=self._mode,
+            directio=directio,
+            read_ahead_kib=read_ahead_kib,
+        )
         try:
             self.start().call(lambda: move_mount(fd, path / "mnt"))
         finally:
