@@ -47,7 +47,7 @@ def examine(node: Node) -> Iterator[Finding]:
     yield from _limits()
     yield from _space(node, scratch)
     yield _store(node)
-    yield _daemon(node)
+    yield from _daemon(node)
 
 
 def works(findings: list[Finding]) -> bool:
@@ -245,15 +245,29 @@ def _store(node: Node) -> Finding:
     return Finding("store", url, "ok", "answers, and keeps what dsec relies on (docs/stores.md)")
 
 
-def _daemon(node: Node) -> Finding:
+def _daemon(node: Node) -> Iterator[Finding]:
     try:
         client = node.fs_client()
+        lease = client.chores().get("lease", {}) if client is not None else {}
     except DsecfsError as e:
         hint = "dsec fs stop --force, then dsec fs start"
-        return Finding("daemon", "dsec fs", "warning", e.message, hint)
+        yield Finding("daemon", "dsec fs", "warning", e.message, hint)
+        return
     if client is None:
-        return Finding("daemon", "dsec fs", "ok", "does not run; it is started when it is needed")
-    return Finding("daemon", "dsec fs", "ok", f"serves {node.dirs.fs}")
+        found = "does not run; it is started when it is needed"
+        yield Finding("daemon", "dsec fs", "ok", found)
+        return
+    yield Finding("daemon", "dsec fs", "ok", f"serves {node.dirs.fs}")
+    if lease.get("error"):
+        yield Finding(
+            "daemon",
+            "lease",
+            "warning",
+            f"layers in use here are not protected from collection: {lease['error']}",
+            "let this node write below leases/ (docs/stores.md)",
+        )
+    elif lease.get("state") == "held":
+        yield Finding("daemon", "lease", "ok", f"keeps {lease['layers']} layers in the store")
 
 
 def _try(work: Callable[[], object]) -> DsecfsError | None:

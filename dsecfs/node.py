@@ -12,7 +12,9 @@ everything on the node touches no store and no client library.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,6 +162,17 @@ class Node:
         return LayerMounts(
             self.dirs, mode=mode, read_ahead_kib=self.settings.mount_read_ahead // 1024
         )
+
+    def release_idle(self) -> None:
+        """Take down layer mounts that nobody holds. They keep files of the daemon open, and
+        what they need from being removed."""
+        if os.geteuid() == 0 and self.dirs.layers.is_dir():
+            from dsecfs.mount import LayerMounts, recover_mounts
+
+            with contextlib.closing(LayerMounts(self.dirs)) as mounts:
+                recover_mounts(self.dirs, mounts=mounts)
+                mounts.recover()
+                mounts.trim(0)
 
     def warm(self, client: FsClient, prepared: Prepared) -> None:
         """Have the daemon fetch what earlier runs of this composition read. Advice only."""

@@ -24,16 +24,20 @@ def stats() -> None:
     """Show counters of the chunk cache since it was made, and its size."""
     from dsecfs.cache.evict import cached_blobs, disk_use
     from dsecfs.cache.stats import amplification, read_totals
+    from dsecfs.layers.forget import metadata_use
 
     node = session().node
     totals = read_totals(node.dirs)
     limit = node.settings.cache_options()["max_bytes"]
     asked = totals["hits"] + totals["misses"]
-    sizes = ("bytes_served", "bytes_fetched", "bytes_filled", "bytes_evicted", "disk", "limit")
+    counted = ("bytes_served", "bytes_fetched", "bytes_filled", "bytes_evicted")
+    sizes = (*counted, "disk", "limit", "metadata", "metadata_limit")
     show_record(
         {
             "disk": disk_use(node.dirs),
             "limit": limit,
+            "metadata": metadata_use(node.dirs),
+            "metadata_limit": node.settings.metadata_max_bytes,
             "blobs": sum(1 for _ in cached_blobs(node.dirs)),
             "hit_share": totals["hits"] / asked if asked else 0.0,
             "amplification": amplification(totals),
@@ -93,16 +97,35 @@ def prefetch(
 
 @app.command()
 def clear() -> None:
-    """Give back the disk space of everything that is not in use."""
-    from dataclasses import asdict
+    """Give back the disk space of everything that is not in use.
 
+    What somebody asked for within the last half minute stays, so that no mount that is being
+    made loses its layers.
+    """
     from dsecfs.cache import ChunkCache
+    from dsecfs.layers.forget import CLEAR_IDLE_S, forget_unused
+    from dsecfs.mount.inuse import layers_in_use
 
     node = session().node
     node.dirs.create()
+    node.release_idle()
+    if (client := node.fs_client()) is not None:
+        client.close_idle()
     cache = ChunkCache(node.dirs, node.settings.open_store, **node.settings.cache_options())
     try:
         done = cache.clear()
     finally:
         cache.close()
-    show_record(asdict(done), form={"bytes": size_text})
+    mounted = layers_in_use(node.dirs).mounted
+    forgotten = forget_unused(node.dirs, 0, mounted, idle_s=CLEAR_IDLE_S)
+    show_record(
+        {
+            "chunks": done.chunks,
+            "bytes": done.bytes,
+            "layers": forgotten.layers,
+            "metadata_bytes": forgotten.bytes,
+            "pinned": done.pinned,
+            "mounted": len(mounted),
+        },
+        form={"bytes": size_text, "metadata_bytes": size_text},
+    )

@@ -36,25 +36,10 @@ def stop(
 
     node = session().node
     mode = "force" if force else "drain" if drain else "refuse"
-    _release_idle()
+    node.release_idle()
     stopped = stop_daemon(node.fs_config(), mode=mode)
     _let_go()
     show_record({"mountpoint": str(node.dirs.fs), "stopped": stopped})
-
-
-def _release_idle() -> None:
-    """Take down layer mounts that nobody holds: they keep the daemon's files open."""
-    node = session().node
-    if os.geteuid() == 0 and node.dirs.layers.is_dir():
-        from dsecfs.mount import LayerMounts, recover_mounts
-
-        mounts = LayerMounts(node.dirs)
-        try:
-            recover_mounts(node.dirs, mounts=mounts)
-            mounts.recover()
-            mounts.trim(0)
-        finally:
-            mounts.close()
 
 
 def _let_go() -> None:

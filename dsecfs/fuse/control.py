@@ -163,6 +163,15 @@ class FsClient:
     def stats(self) -> dict[str, Any]:
         return self.call("stats")
 
+    def chores(self) -> dict[str, Any]:
+        """How what the worker does beside serving fares: its `lease`, and whether it does the
+        `node`'s chores."""
+        return self.call("chores")
+
+    def close_idle(self) -> int:
+        """Have blobs closed that nobody reads right now; how many."""
+        return int(self.call("close_idle")["closed"])
+
     def prefetch(self, job: str, blobs: list[tuple[Digest, list[int] | None]]) -> None:
         """Start bringing chunks (None: all) into the cache under the name `job`."""
         self.call("prefetch", id=job, blobs=[{"digest": d, "chunks": c} for d, c in blobs])
