@@ -90,14 +90,17 @@ def run(
     page.clear_notes()
     if page.resend and not resend(inherited.fuse_fd):
         log.error("the kernel refuses to ask requests again; some readers may hang")
+    code = EXIT_OVER
     try:
-        return trio.run(_serve, inherited, config, source, page, chores)
+        code = trio.run(_serve, inherited, config, source, page, chores)
     except BaseExceptionGroup as group:
         _, rest = group.split(_is_abort)
         if rest is not None:
             raise
         log.warning("the connection of %s was aborted", config.mountpoint)
-        return EXIT_OVER
+    if chores is not None and code == EXIT_OVER:
+        chores.stop(CHORES_S)
+    return code
 
 
 def _is_abort(error: BaseException) -> bool:
@@ -137,8 +140,6 @@ async def _serve(
         if control is not None:
             with trio.move_on_after(REPLY_S):
                 await control.finish()
-        if chores is not None and not draining.is_set():
-            await trio.to_thread.run_sync(chores.stop, CHORES_S)
         helpers.cancel_scope.cancel()
     return EXIT_DRAINED if draining.is_set() else EXIT_OVER
 

@@ -36,7 +36,8 @@ def layers_in_use(dirs: NodeDirs) -> InUse:
         with contextlib.suppress(BadInput):
             layer = parse_digest(name)
             mounted.add(layer)
-            if any(_is_held(dirs.layers / name / g / "refs") for g in _names(dirs.layers / name)):
+            place = dirs.layers / name
+            if any(_is_held(place / g / "refs") for g in _names(place) if g.isdigit()):
                 held.add(layer)
     for name in _names(dirs.trees):
         tree, dot, suffix = name.rpartition(".")
