@@ -53,6 +53,14 @@ def import_(
     label: Annotated[
         list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Label the base.")
     ] = None,
+    reuse: Annotated[
+        bool,
+        typer.Option(
+            "--reuse/--no-reuse",
+            help="Take layers that the store has; --no-reuse stores them again, which heals "
+            "a damaged store.",
+        ),
+    ] = True,
     authfile: Annotated[
         str, typer.Option(metavar="FILE", help="Registry credentials (containers-auth.json).")
     ] = "",
@@ -70,6 +78,8 @@ def import_(
     if from_:
         if spec is not None:
             raise BadInput("--from and an image on the command line", hint="use one of them")
+        if not reuse:
+            raise BadInput("--no-reuse with --from", hint="it is for one image")
         _many(Path(from_), jobs, resume, report, platform, registry, labels)
         return
     if spec is None or name is None:
@@ -82,7 +92,13 @@ def import_(
     full = parse_name(name)
     with open_image(spec, platform=platform, registry=registry) as image, progress() as bars:
         done = import_image(
-            session().node.store, image, full, jobs=jobs, labels=labels, progress=bars
+            session().node.store,
+            image,
+            full,
+            jobs=jobs,
+            reuse=reuse,
+            labels=labels,
+            progress=bars,
         )
     for line in done.notes:
         note(line)

@@ -82,7 +82,7 @@ class LayerContent:
             raise Corrupt(
                 f"layer {self.head.digest[:12]}: chunk {chunk} of blob {name[:12]} is damaged "
                 "in the store",
-                hint="publish the layer again",
+                hint="publish it again (an image: import --no-reuse)",
             )
         return raw
 

@@ -88,6 +88,7 @@ def import_image(
     name: Name,
     *,
     jobs: int = 2,
+    reuse: bool = True,
     labels: Mapping[str, str] | None = None,
     options: BlobOptions = IMPORT_OPTIONS,
     limits: Limits = DEFAULT_LIMITS,
@@ -98,7 +99,8 @@ def import_image(
 
     `jobs` image layers are read at the same time. Raises what reading the image raises
     (UnsafeArchive, BadInput, Corrupt …), Conflict if a name has other content, store errors;
-    then no name was made. `labels` go to the base layer.
+    then no name was made. `labels` go to the base layer. Without `reuse` every image layer
+    is read and stored again, which heals what is damaged in the store.
     """
     if not name.version or name.kind not in ("", "env", "base"):
         raise BadInput(f"cannot import an image as {name}", hint="expected NAME:VERSION")
@@ -106,7 +108,7 @@ def import_image(
     platform = _platform(image.config.platform)
     with Lease(store, "publish") as lease:
         hook("leased")
-        importer = _Importer(store, lease, platform, options, limits, progress, hook)
+        importer = _Importer(store, lease, platform, options, limits, progress, hook, reuse)
         loaded = importer.load_all(image.layers, jobs)
         hook("layers")
         merged = merge([part.tree for part in loaded])
@@ -164,7 +166,9 @@ class _Importer:
         limits: Limits,
         progress: Progress,
         hook: Hook,
+        reuse: bool,
     ) -> None:
+        self._reuse = reuse
         self._store = store
         self._lease = lease
         self._platform = platform
@@ -203,7 +207,8 @@ class _Importer:
         return [future.result() for future in order]
 
     def _load(self, number: int, layer: ImageLayer) -> _Loaded:
-        return self._recorded(layer) or self._read(number, layer)
+        recorded = self._recorded(layer) if self._reuse else None
+        return recorded or self._read(number, layer)
 
     def _recorded(self, layer: ImageLayer) -> _Loaded | None:
         """What the store has of this layer, if it has all of it."""

@@ -184,7 +184,7 @@ def _check(copy: _Copy, data: memoryview, blob: HotBlob) -> None:
         raise Corrupt(
             f"chunk {copy.chunk} of blob {copy.blob[:12]} is damaged in the store "
             f"(object {copy.object[:12]} at {copy.source.offset})",
-            hint="publish the layer again",
+            hint="publish it again (an image: import --no-reuse)",
         )
 
 

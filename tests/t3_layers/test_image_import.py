@@ -20,6 +20,7 @@ from dsecfs.layers.environment import ProcessDefaults
 from dsecfs.layers.image import STEPS, Imported, import_image
 from dsecfs.layers.names import parse_name
 from dsecfs.layers.sources.image import Image, ImageConfig, ImageLayer, Platform, open_image
+from dsecfs.layers.verify import verify_layer
 from dsecfs.store.base import head_key, layout_key, object_key
 from dsecfs.store.directory import DirectoryStore
 from tests.support.mounts import mounted, why_no_erofs
@@ -139,6 +140,19 @@ def test_the_configuration_becomes_the_environment(store: DirectoryStore, layout
     assert found.kind == "env" and found.digest == done.environment
     assert Catalog(store).resolve("base/swe/django:1").digest == done.base.digest
     assert list(store.list("leases/")) == []
+
+
+def test_an_import_without_reuse_heals_wrong_bytes(store: DirectoryStore, layout: Path) -> None:
+    done = do_import(store, layout)
+    assert not verify_layer(store, done.base.digest).damage
+    for info in store.list("objects/"):
+        path = store.root / info.key
+        path.write_bytes(bytes(b ^ 1 for b in path.read_bytes()))
+    assert do_import(store, layout).reused == 3
+    assert verify_layer(store, done.base.digest).damage
+    again = do_import(store, layout, reuse=False)
+    assert again.reused == 0 and again.base.digest == done.base.digest
+    assert not verify_layer(store, done.base.digest).damage
 
 
 def test_a_second_image_reads_and_uploads_only_what_is_new(
