@@ -173,13 +173,13 @@ class LocalLayers:
 
 
 def known_layers(dirs: NodeDirs) -> Iterator[Digest]:
-    """Layers of which this node has a head or an image, whole or not."""
-    found: set[str] = set()
-    for place, suffixes in ((dirs.data / "heads", ("", ".ok")), (dirs.data / "meta", (".erofs",))):
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(place):
-                found.update(name.removesuffix(s) for s in suffixes if name.endswith(s))
-    for name in sorted(found):
+    """Layers of a store of which this node has the head, whole or not. An image without one was
+    made here."""
+    try:
+        names = sorted({name.removesuffix(".ok") for name in os.listdir(dirs.data / "heads")})
+    except FileNotFoundError:
+        return
+    for name in names:
         with contextlib.suppress(BadInput):
             if parse_digest(name) == name:
                 yield Digest(name)
@@ -218,7 +218,8 @@ def forget_layer(dirs: NodeDirs, layer: Digest, idle_s: float) -> bool:
                 if age_s(aside.stat()) < idle_s:
                     aside.rename(ok)
                     return False
-            for path in (meta, head, *map(_temporary, (meta, head)), aside):
+            # The head last: what has none was made here, and is nobody's to forget.
+            for path in (*map(_temporary, (meta, head)), aside, meta, head):
                 path.unlink(missing_ok=True)
     except Busy:
         return False

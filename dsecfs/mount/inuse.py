@@ -23,7 +23,7 @@ class InUse(NamedTuple):
     """Layers of mounts on this node."""
 
     held: frozenset[Digest]
-    """Somebody uses them through the node's own daemon."""
+    """Layers of a store that somebody uses through the node's own daemon."""
     mounted: frozenset[Digest]
     """All that are mounted or described, the held ones too."""
 
@@ -50,7 +50,9 @@ def layers_in_use(dirs: NodeDirs) -> InUse:
             refs = dirs.trees / f"{tree}.refs"
             if not tree.startswith("mnt-") and (not refs.is_dir() or _is_held(refs)):
                 held.update(layers)
-    return InUse(frozenset(held), frozenset(mounted))
+    # What has no head was made here and is in no store (the skeleton of containers).
+    stored = frozenset(layer for layer in held if dirs.head(layer).exists())
+    return InUse(stored, frozenset(mounted))
 
 
 def _is_held(refs: Path) -> bool:

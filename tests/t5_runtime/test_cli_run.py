@@ -223,6 +223,33 @@ def test_the_daemon_is_started_shown_replaced_and_stopped(dsec: Dsec) -> None:
     assert dsec("cache", "clear").json["bytes"] > 100_000
 
 
+def test_clear_gives_back_what_is_not_in_use(
+    dsec: Dsec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsecfs.layers.forget.CLEAR_IDLE_S", 0.0)
+    target = dsec.place / "mnt"
+    target.mkdir()
+    dsec("mount", "box:1", str(target))
+    assert dsec("run", "box:1", "+greet:1", "--", "greet", "x").out == "hello x\n"
+    assert dsec("cache", "stats").json["metadata"] > 0
+    done = dsec("cache", "clear").json
+    assert (done["layers"], done["mounted"]) == (1, 1) and done["metadata_bytes"] > 0, done
+    assert (target / "etc/passwd").read_bytes() == PASSWD
+    assert dsec("run", "box:1", "+greet:1", "--", "greet", "y").out == "hello y\n"
+    deadline = time.monotonic() + 30
+    while not (lease := _finding(dsec, "lease")):
+        assert time.monotonic() < deadline
+    assert lease["state"] == "ok" and "layers in the store" in lease["found"]
+    dsec("umount", str(target))
+    assert dsec("cache", "clear").json["mounted"] == 0
+    assert dsec("run", "box:1", "--", "true").code == 0
+
+
+def _finding(dsec: Dsec, name: str) -> dict[str, str] | None:
+    found = {f["name"]: f for f in dsec("doctor").json["findings"]}
+    return found.get(name)
+
+
 def test_doctor_says_that_this_machine_can(dsec: Dsec) -> None:
     said = dsec("doctor").json
     assert said["works"] is True
