@@ -117,6 +117,26 @@ def places(cgroup: str) -> list[Path]:
     return [p for p in (BASE / name, *(h / name for h in hierarchies)) if p.is_dir()]
 
 
+def kill(cgroup: str) -> None:
+    """Send SIGKILL to everything in a control group, and let it die if it is frozen."""
+    for place in places(cgroup):
+        for inner in [*_below(place), place]:
+            _kill_in(inner)
+
+
+def _kill_in(group: Path) -> None:
+    """Of one group alone. crun freezes it first, and one that is killed then leaves it frozen;
+    in version 1 the frozen do not even die of SIGKILL."""
+    with contextlib.suppress(OSError):
+        for line in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line), signal.SIGKILL)
+    for name, thaw in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+        if (group / name).exists():
+            with contextlib.suppress(OSError):
+                (group / name).write_text(thaw)
+
+
 def remove(cgroup: str) -> None:
     """Kill what is in a control group and remove it. SandboxError if it does not go."""
     deadline = time.monotonic() + END_S
@@ -124,10 +144,7 @@ def remove(cgroup: str) -> None:
     while found := places(cgroup):
         for place in found:
             for inner in [*_below(place), place]:
-                with contextlib.suppress(OSError):
-                    for line in (inner / "cgroup.procs").read_text().split():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(int(line), signal.SIGKILL)
+                _kill_in(inner)
                 with contextlib.suppress(OSError):
                     inner.rmdir()
         if not any(place.exists() for place in found):

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from dsec_runtime import cgroups
 from dsec_runtime.bundle import ROOT, Limits, Process, config
 from dsec_runtime.cgroups import LimitWatch
 from dsec_runtime.namespace import RunNamespace
@@ -292,6 +293,7 @@ class Runner:
                 self._in_namespace().run(
                     self.sandboxes.command("kill", "--all", sandbox, "KILL"), timeout_s=GRACE_S
                 )
+            cgroups.kill(self.sandboxes.cgroup(sandbox))  # should crun not have come that far
 
         return Running(sandbox, crun, streams, clear, kill, errors, clock, spec.timeout_s, watch)
 

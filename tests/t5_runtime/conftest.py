@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dsec_runtime.cgroups import places as cgroup_places
-from dsec_runtime.run import Runner, RunResult, RunSpec
+from dsec_runtime.run import Runner, RunSpec
+from dsec_runtime.running import RunResult
 from dsecfs.layers.local import LocalLayer
 from tests.support.mounts import why_no_erofs
 from tests.support.node import Entry, Node, file_inode, node

@@ -14,9 +14,11 @@ import termios
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dsec_runtime import cgroups
 from dsec_runtime.bundle import Limits, control_groups
 from dsec_runtime.cgroups import LimitWatch
 from dsec_runtime.errors import NoSuchUser, NotExecutable, ProgramNotFound, SandboxError
@@ -26,6 +28,9 @@ from dsecfs.kernel.probe import version
 from dsecfs.layers.local import LocalLayer
 from tests.support.node import Node
 from tests.t5_runtime.conftest import Shell, environment_of, remains
+
+
+FREEZERS = {"freezer.state": "FROZEN", "cgroup.freeze": "1"}
 
 
 def wait_for(file: Path, text: bytes, limit_s: float = 20.0) -> None:
@@ -69,7 +74,7 @@ def test_files_keep_their_owner_and_get_everything(
     script = "cat; echo end >&2"
     for mode in ("wb", "ab"):
         with (tmp_path / "in").open("rb") as given, (tmp_path / "out").open(mode) as out:
-            fds = {"stdin": given.fileno(), "stdout": out.fileno(), "stderr": out.fileno()}
+            fds: dict[str, Any] = {"stdin": given.fileno(), "stdout": out.fileno(), "stderr": out.fileno()}
             assert runner.run(RunSpec((base,), ("sh", "-c", script), **fds)).exit_code == 0
     assert (tmp_path / "out").read_bytes() == 2 * (data + b"end\n")
     assert [(tmp_path / name).stat().st_uid for name in ("in", "out")] == [0, 0]
@@ -158,7 +163,7 @@ def test_missing_programs(shell: Shell) -> None:
 
 
 def test_what_can_be_refused_early_makes_nothing(here: Node, shell: Shell) -> None:
-    bad: list[dict[str, object]] = [
+    bad: list[dict[str, Any]] = [
         {"hostname": "a/b"},
         {"hostname": "x" * 64},
         {"limits": Limits(memory=1)},
@@ -237,9 +242,9 @@ def test_memory_limit(shell: Shell) -> None:
     result, _, err = shell.run(
         "sh", "-c", "tail /dev/zero; exit $?", limits=Limits(memory=32 << 20)
     )
-    assert (result.exit_code, result.limits_hit) == (137, {"memory"}), err
+    assert (result.exit_code, result.limits_hit) == (137, frozenset({"memory"})), err
     result, _, _ = shell.run("sh", "-c", "kill -9 $$", limits=Limits(memory=32 << 20))
-    assert (result.exit_code, result.limits_hit) == (137, set()), "not every SIGKILL is that"
+    assert (result.exit_code, result.limits_hit) == (137, frozenset()), "not every SIGKILL is that"
 
 
 def test_the_memory_limit_counts_for_all_processes_together(shell: Shell) -> None:
@@ -500,12 +505,12 @@ def test_kill_9_then_recovery_leaves_nothing(
     left = remains(here, runner)
     if delay is None:
         assert left["processes"] and left["uppers"] and left["holders"], "it was running"
+    ids = left.get("sandboxes", [])
     runner.recover()
     assert remains(here, runner) == {}
     assert runner._uids.taken() == []
-    parent = Path("/sys/fs/cgroup/memory/dsec")
-    if parent.exists():
-        assert not [p for p in parent.iterdir() if p.is_dir() and p.name in str(left)]
+    for parent in cgroups.places("/dsec"):
+        assert not {p.stem for p in parent.iterdir()} & {i.partition(".")[0] for i in ids}
 
 
 @pytest.mark.parametrize("delay", [None, 0.0, 0.05])
@@ -557,6 +562,27 @@ def test_crun_killed_under_a_run_is_an_error_of_ours(
     os.kill(running.pid, signal.SIGKILL)
     with pytest.raises(SandboxError, match="killed by signal 9"):
         running.wait()
+    os.close(read)
+    os.close(write)
+    assert remains(here, runner) == {}
+
+
+def test_a_frozen_container_is_killed(
+    here: Node, runner: Runner, base: LocalLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """crun freezes what it kills; if it is ended in between the frozen do not die by themselves."""
+    read, write = os.pipe()
+    running = runner.start(RunSpec((base,), ("sh", "-c", "echo x; sleep 300"), stdout=write))
+    os.read(read, 10)
+    places = cgroups.places(runner.sandboxes.cgroup(running.sandbox))
+    knobs = [(p / n, v) for p in places for n, v in FREEZERS.items() if (p / n).exists()]
+    assert knobs
+    for knob, value in knobs:
+        knob.write_text(value)
+    monkeypatch.setattr(runner.sandboxes, "command", lambda *args: ["true"])
+    running.stop(signal.SIGKILL)
+    assert running.wait().exit_code == 128 + signal.SIGKILL
+    monkeypatch.undo()
     os.close(read)
     os.close(write)
     assert remains(here, runner) == {}
