@@ -13,6 +13,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dsecfs.kernel.mountinfo import mounts_here
 from dsecfs.kernel.namespaces import unpin_namespaces
@@ -52,7 +53,7 @@ def _inode(entry: Entry, data: bytearray) -> Inode:
     return file_inode(entry, data)
 
 
-def file_inode(content: bytes, data: bytearray, mode: int = 0o755, **fields: int) -> Inode:
+def file_inode(content: bytes, data: bytearray, mode: int = 0o755, **fields: Any) -> Inode:
     """A regular file whose content is added to `data`."""
     at = len(data)
     data += content.ljust(-(-len(content) // BLOCK) * BLOCK, b"\0")

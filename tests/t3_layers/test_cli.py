@@ -55,7 +55,7 @@ def toolkit(dsec: Dsec, tmp_path: Path) -> str:
 
 def child(dsec: Dsec, *words: str, **options: object) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    return subprocess.run(
+    done: subprocess.CompletedProcess[str] = subprocess.run(
         [sys.executable, "-m", "dsecfs.cli.main", *words],
         capture_output=True,
         text=True,
@@ -64,6 +64,7 @@ def child(dsec: Dsec, *words: str, **options: object) -> subprocess.CompletedPro
         env={**os.environ, **dsec.environ, "PYTHONPATH": os.getcwd(), "COLUMNS": "80"},
         **options,  # type: ignore[call-overload]
     )
+    return done
 
 
 # -- layers

@@ -281,7 +281,7 @@ def test_forgetting_while_others_use(store: Counting, dirs: NodeDirs, layer: Pub
     process.start()
     try:
         layers = LocalLayers(store, dirs)
-        reads = set()
+        reads: set[int] = set()
         # As long as the other process needs to begin, on a machine that is busy.
         enough, end = time.monotonic() + 2.5, time.monotonic() + 60
         while (now := time.monotonic()) < enough or (len(reads) <= 3 and now < end):

@@ -30,10 +30,10 @@ class Watched(DirectoryStore):
     away = False
     denied: tuple[str, ...] = ()
 
-    def put_if_absent(self, key: str, data: bytes) -> bool:
+    def put_if_absent(self, key: str, data: bytes, *, put_id: str = "") -> bool:
         self._look(key)
         self.puts += 1
-        return super().put_if_absent(key, data)
+        return super().put_if_absent(key, data, put_id=put_id)
 
     def delete(self, key: str) -> None:
         self._look(key)

@@ -121,6 +121,9 @@ class Family:
         os.kill(s["worker"], signal.SIGKILL)
         wait_for("a new worker", lambda: self.status()["generation"] > s["generation"])
 
+    def has_lost(self, pid: int) -> bool:
+        return pid not in self.pids()
+
     def pids(self) -> set[int]:
         """Living processes of the family: those that hold its lock file open."""
         found = set()

@@ -81,7 +81,8 @@ def layers(draw: st.DrawFn, blob_blocks: int = BLOCKS) -> Inode:
             else:
                 here.children[name] = leaf()
         files = [c for c in here.children.values() if c.is_reg]
-        if files and draw(st.booleans()):
+        linked: bool = draw(st.booleans())
+        if files and linked:
             here.children[b"link"] = files[0]
         return here
 

@@ -98,6 +98,11 @@ class Checkers:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
+    def one_more(self) -> None:
+        """Wait until everything was read once more."""
+        before = self.passes
+        wait_for("a pass", lambda: self.passes > before or self.errors)
+
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
@@ -126,8 +131,7 @@ def test_kernel_mode_with_dying_processes(node: Node) -> None:
         with Checkers(node, top) as checkers:
             for _ in range(8):
                 f.kill_worker()
-                before = checkers.passes
-                wait_for("a pass", lambda b=before: checkers.passes > b or checkers.errors)
+                checkers.one_more()
             f.kill("active")
             f.kill_worker()
             f.kill("active")

@@ -279,9 +279,9 @@ def test_the_probe_finds_what_the_quick_look_claims(place: Path) -> None:
 
 
 def test_quick_mode_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(probing, "filesystems", lambda: frozenset({"erofs", "overlay"}))
-    monkeypatch.setattr(probing.os.path, "exists", lambda path: True)
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
     for version, mode in (
         ((6, 18), "kernel"),
         ((6, 12), "kernel"),
@@ -292,10 +292,10 @@ def test_quick_mode_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(probing, "version", lambda version=version: version)
         assert probing.quick_mode()[0] == mode, version
-    monkeypatch.setattr(probing.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
     monkeypatch.setattr(probing, "version", lambda: (6, 1))
     assert probing.quick_mode()[0] == "fuse" and "loop driver" in probing.quick_mode()[1]
-    monkeypatch.setattr(probing.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert probing.quick_mode()[0] == "fuse" and "root" in probing.quick_mode()[1]
 
 

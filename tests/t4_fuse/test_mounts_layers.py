@@ -198,7 +198,7 @@ def test_recovery_clears_generations_that_crashes_left(here: Node, mounts: Layer
     place = here.dirs.layers / layer.digest
     (place / "00000001" / "mnt").mkdir(parents=True)  # before its record
     (place / "00000002" / "mnt").mkdir(parents=True)  # before its mount
-    record = {"format": 2, "ready": False, "direct": False, "private": False}
+    record: dict[str, object] = {"format": 2, "ready": False, "direct": False, "private": False}
     record |= {"blobs": [], "mode": "kernel", "fuse": 0}
     (place / "00000002" / "record").write_text(json.dumps(record))
     (place / "00000003" / "mnt").mkdir(parents=True)  # of a namespace that is gone

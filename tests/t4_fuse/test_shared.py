@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import struct
@@ -79,20 +80,35 @@ def test_damaged_slots_are_refused(memfd: int) -> None:
         Slots(memfd)
 
 
-def test_page_of_another_version() -> None:
-    memory = SharedPage.create()
+@pytest.fixture
+def memory() -> Iterator[mmap.mmap]:
+    """A page as all processes of a mount see it."""
+    fd = SharedPage.create()
+    yield SharedPage.map(fd)
+    os.close(fd)
+
+
+def test_page_of_another_version(memory: mmap.mmap) -> None:
     SharedPage(memory)
     struct.pack_into("=Q", memory, 0, 99)
     with pytest.raises(TooNew):
         SharedPage(memory)
 
 
+def test_a_page_is_the_same_for_everybody() -> None:
+    fd = SharedPage.create()
+    one, other = SharedPage(SharedPage.map(fd)), SharedPage(SharedPage.map(fd))
+    one.note(0, *key(1))
+    assert other.noted() == [key(1)]
+    os.close(fd)
+
+
 def key(n: int) -> RequestKey:
     return RequestKey(5, n, n * 4096, 2**32 - 1)
 
 
-def test_two_crashes_condemn_and_an_answer_acquits() -> None:
-    page = SharedPage(SharedPage.create())
+def test_two_crashes_condemn_and_an_answer_acquits(memory: mmap.mmap) -> None:
+    page = SharedPage(memory)
     page.note(3, *key(1))
     page.note(NOTE_SLOTS - 1, *key(2))
     assert page.pending()
@@ -108,8 +124,8 @@ def test_two_crashes_condemn_and_an_answer_acquits() -> None:
     assert page.noted() == []
 
 
-def test_kills_from_outside_weigh_less() -> None:
-    page = SharedPage(SharedPage.create())
+def test_kills_from_outside_weigh_less(memory: mmap.mmap) -> None:
+    page = SharedPage(memory)
     for _ in range(31):
         page.note(0, *key(1))
         assert page.blame(POINTS_KILLED) == []
@@ -117,8 +133,8 @@ def test_kills_from_outside_weigh_less() -> None:
     assert page.blame(POINTS_KILLED) == [key(1)]
 
 
-def test_more_suspects_than_fit() -> None:
-    page = SharedPage(SharedPage.create())
+def test_more_suspects_than_fit(memory: mmap.mmap) -> None:
+    page = SharedPage(memory)
     many = {key(n): 1 + n % 7 for n in range(SUSPECT_SLOTS + 100)}
     page.set_suspects(many)
     kept = page.suspects()

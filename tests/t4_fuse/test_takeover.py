@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -33,7 +34,7 @@ def test_everybody_is_killed_in_turn() -> None:
                 readers.check_progress()
             for role in ("active", "worker", "standby", "worker", "active", "active", "worker"):
                 gone = f.kill(role)
-                wait_for("its end", lambda pid=gone: pid not in f.pids())
+                wait_for("its end", functools.partial(f.has_lost, gone))
                 readers.check_progress()
             status = f.settled()
             assert status["takeovers"] >= 3
