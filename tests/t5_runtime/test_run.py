@@ -29,7 +29,6 @@ from dsecfs.layers.local import LocalLayer
 from tests.support.node import Node
 from tests.t5_runtime.conftest import Shell, environment_of, remains
 
-
 FREEZERS = {"freezer.state": "FROZEN", "cgroup.freeze": "1"}
 
 
@@ -74,7 +73,8 @@ def test_files_keep_their_owner_and_get_everything(
     script = "cat; echo end >&2"
     for mode in ("wb", "ab"):
         with (tmp_path / "in").open("rb") as given, (tmp_path / "out").open(mode) as out:
-            fds: dict[str, Any] = {"stdin": given.fileno(), "stdout": out.fileno(), "stderr": out.fileno()}
+            fds: dict[str, Any] = {"stdin": given.fileno(), "stdout": out.fileno()}
+            fds["stderr"] = out.fileno()
             assert runner.run(RunSpec((base,), ("sh", "-c", script), **fds)).exit_code == 0
     assert (tmp_path / "out").read_bytes() == 2 * (data + b"end\n")
     assert [(tmp_path / name).stat().st_uid for name in ("in", "out")] == [0, 0]
