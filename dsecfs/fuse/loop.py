@@ -15,62 +15,64 @@ from __future__ import annotations
 
 import logging
 import select
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pyfuse3
-import trio
 
 log = logging.getLogger("dsecfs.fuse.loop")
 
 LINGER_MS = 1
 BURST = 64
 """Requests answered in a row before the event loop runs."""
+_REPLACED = "_wait_fuse_readable"
 _KNOWN = ("3.4.", "3.5.")
-"""Versions of pyfuse3 whose session loop awaits `_wait_fuse_readable()` before it reads, and ends
-when that returns False."""
+"""Versions of pyfuse3 whose session loop awaits `_wait_fuse_readable()` before it reads, ends
+when that returns False, and starts another task if none is in there."""
 
 
 class RequestWait:
     """Waits for requests on the descriptor of one connection."""
 
-    def __init__(self, fuse_fd: int, idle: Callable[[], bool]) -> None:
-        """`idle` says whether no request is being handled but those that are answered at once."""
-        self._fd = fuse_fd
+    def __init__(
+        self,
+        fuse_fd: int,
+        idle: Callable[[], bool],
+        wait_readable: Callable[[], Awaitable[bool]],
+    ) -> None:
+        """`idle` says whether no request is being handled but those that are answered at once;
+        `wait_readable` is pyfuse3's own way: False means the end, True may be out of date."""
         self._idle = idle
+        self._wait_readable = wait_readable
         self._ready = select.poll()
         self._ready.register(fuse_fd, select.POLLIN)
-        self._turn = trio.Lock()
         self._row = 0
-        self._ended = False
-
-    def install(self) -> bool:
-        """Have pyfuse3 wait here. False if this version is not known."""
-        if not pyfuse3.__version__.startswith(_KNOWN) or not hasattr(
-            pyfuse3, "_wait_fuse_readable"
-        ):
-            log.info("pyfuse3 %s waits in its own way", pyfuse3.__version__)
-            return False
-        pyfuse3._wait_fuse_readable = self.wait
-        return True
-
-    def end(self) -> None:
-        """No more requests are read. Call before `pyfuse3.terminate`."""
-        self._ended = True
+        self._parked = 0
+        """Tasks that wait in pyfuse3's way. It starts a new task whenever there is none."""
 
     async def wait(self) -> bool:
         """Return True when there is a request to be read now, False at the end."""
-        if self._row < BURST and not self._ended:
+        if self._parked and self._row < BURST:
             self._row += 1
             if self._ready.poll(LINGER_MS if self._idle() else 0):
                 return True
-        async with self._turn:
-            self._row = 0
-            while not self._ended:
-                try:
-                    await trio.lowlevel.wait_readable(self._fd)
-                except trio.ClosedResourceError:
+        self._row = 0
+        while True:
+            self._parked += 1
+            try:
+                if not await self._wait_readable():
                     return False
-                # Somebody else may have read it since the event loop looked.
-                if self._ready.poll(0):
-                    return True
+            finally:
+                self._parked -= 1
+            # Somebody else may have read it since the event loop looked.
+            if self._ready.poll(0):
+                return True
+
+
+def wait_around_trio(fuse_fd: int, idle: Callable[[], bool]) -> bool:
+    """Have pyfuse3 wait as described above. False if this version is not known."""
+    own = getattr(pyfuse3, _REPLACED, None)
+    if own is None or not pyfuse3.__version__.startswith(_KNOWN):
+        log.info("pyfuse3 %s waits in its own way", pyfuse3.__version__)
         return False
+    setattr(pyfuse3, _REPLACED, RequestWait(fuse_fd, idle, own).wait)
+    return True

@@ -29,7 +29,7 @@ from dsecfs.errors import Unsupported
 from dsecfs.fuse.blobs import BlobSource
 from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.control import ControlServer
-from dsecfs.fuse.loop import RequestWait
+from dsecfs.fuse.loop import wait_around_trio
 from dsecfs.fuse.operations import HANDLERS, Handlers
 from dsecfs.fuse.rescue import AGAIN_S, ALONE_S, call_supervisors
 from dsecfs.fuse.session import resend
@@ -119,8 +119,7 @@ async def _serve(
     handlers = Handlers(spaces, page, root, config.request_limit_s)
     for name in HANDLERS:
         setattr(inherited.shell, name, getattr(handlers, name))
-    requests = RequestWait(inherited.fuse_fd, lambda: not handlers.waiting)
-    requests.install()
+    wait_around_trio(inherited.fuse_fd, lambda: not handlers.waiting)
     draining = trio.Event()
     async with trio.open_nursery() as helpers:
         await helpers.start(_watch_signals, inherited, page, draining)
@@ -135,7 +134,7 @@ async def _serve(
         if chores is not None:
             chores.start()
             helpers.start_soon(_stop_chores, draining, chores)
-        async with _cut_off(draining, config.drain_s, requests):
+        async with _cut_off(draining, config.drain_s):
             await pyfuse3.main(1, MAX_TASKS)
         if control is not None:
             with trio.move_on_after(REPLY_S):
@@ -145,15 +144,12 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _cut_off(
-    draining: trio.Event, drain_s: float, requests: RequestWait
-) -> AsyncIterator[None]:
+async def _cut_off(draining: trio.Event, drain_s: float) -> AsyncIterator[None]:
     """Ends the block `drain_s` seconds after `draining`; the next worker is asked the rest."""
 
     async def watch(scope: trio.CancelScope) -> None:
         await draining.wait()
         # Readers of the connection stop; requests that are being handled go on.
-        requests.end()
         pyfuse3.terminate()
         scope.deadline = trio.current_time() + drain_s
 
