@@ -189,7 +189,10 @@ class TarReader:
             pass
 
     def _next(self, world: dict[bytes, bytes]) -> TarEntry | None:
-        self._skip(self._left + self._padding)
+        self._skip(self._left)
+        # Go's archive/tar, and so every container engine, reads a last entry without padding,
+        # and umoci writes some; `complete` says that there was no end mark.
+        self._exact(self._padding)
         self._left = self._padding = 0
         pax: list[tuple[bytes, bytes]] = []
         long_name = long_link = None
