@@ -33,6 +33,8 @@ GRACE_S = 10.0
 """Between a signal that asks the container to end and SIGKILL."""
 KILLED_S = 30.0
 """Longest wait for crun after the container was killed."""
+KILL_AGAIN_S = 0.25
+"""Between two attempts to kill: crun may have been on its way to start the container."""
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
 
@@ -91,6 +93,7 @@ class Running:
         self._end_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._timed_out = False
         self._kill_at: float | None = None
+        self._killed = False
 
     @property
     def pid(self) -> int:
@@ -152,7 +155,9 @@ class Running:
             raise SandboxError(
                 f"sandbox {self.sandbox}: crun was killed by signal {-code}", hint="run it again"
             )
-        if code and said and not self._timed_out and self._kill_at is None:
+        if code and said and self._killed:
+            code = 128 + signal.SIGKILL  # before its program ran: crun has an error to tell
+        elif code and said and not self._timed_out and self._kill_at is None:
             raise SandboxError(f"sandbox {self.sandbox}: crun: {said.replace(chr(10), '; ')}")
         return RunResult(self.sandbox, code, self._timed_out, hit, self._clock.phases)
 
@@ -161,6 +166,7 @@ class Running:
         if pidfd is None:
             return self._process.wait(KILLED_S)
         killed_at: float | None = None
+        kill_again_at = 0.0
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -172,9 +178,11 @@ class Running:
                         f"sandbox {self.sandbox}: not ended {KILLED_S:g} s after SIGKILL",
                         hint="its processes wait for a file system or a device",
                     )
-                if self._kill_at is not None and now >= self._kill_at and killed_at is None:
-                    killed_at = now
+                if self._kill_at is not None and now >= max(self._kill_at, kill_again_at):
+                    killed_at = killed_at or now
+                    self._killed = True
                     self._kill()
+                    kill_again_at = time.monotonic() + KILL_AGAIN_S
                 if self._end_at is not None and now >= self._end_at and self._kill_at is None:
                     self._timed_out = True
                     self.stop()
@@ -182,7 +190,7 @@ class Running:
                     t
                     for t in (
                         self._end_at if self._kill_at is None else None,
-                        self._kill_at if killed_at is None else killed_at + KILLED_S,
+                        self._kill_at if killed_at is None else kill_again_at,
                     )
                     if t is not None
                 ]

@@ -334,6 +334,16 @@ def test_signals_reach_the_program(runner: Runner, base: LocalLayer) -> None:
     os.close(write)
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.004, 0.01, 0.02])
+def test_a_container_is_killed_while_it_starts(
+    runner: Runner, base: LocalLayer, delay: float
+) -> None:
+    running = runner.start(RunSpec((base,), ("sleep", "300"), stdout=-3))
+    time.sleep(delay)
+    running.stop(signal.SIGKILL, 0)
+    assert running.wait().exit_code == 137
+
+
 def test_orphans_end_with_the_container(shell: Shell) -> None:
     shell.sh("sleep 300 & (sleep 300 &) ; true")  # the fixture looks for what is left
 
