@@ -13,6 +13,7 @@ a successor goes on with nothing but what lies on the disk.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import os
@@ -38,6 +39,9 @@ SCRUB_INTERVAL_S = 86400.0
 CHECK_RATE = 16 << 20
 """Bytes per second that scrub and verify each read: some 3 % of a core."""
 METADATA_BYTES = 4 << 30
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)
+"""malloc_trim(3): gives free pages of the heap back. Other C libraries have none."""
 
 
 class Chores:
@@ -118,6 +122,10 @@ class Chores:
         while True:
             yield IDLE_S
             self._cache.close_idle(CLOSE_AFTER_S)
+            if not self._cache.busy():
+                # Buffers of reads leave the heap full of holes: after 64 readers at once a
+                # worker had 183 MB, of which 97 were free.
+                _trim(0)
 
     def _alone(self, chore: Chore) -> Iterator[float]:
         """`chore`, once no other process of this node does it."""
