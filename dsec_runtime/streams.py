@@ -1,25 +1,32 @@
 """Standard streams of a container.
 
 crun gives what it gets as standard streams to the container's root (fchown), so that
-/dev/stdout can be opened inside. That is right for pipes of ours and wrong for a file of the
-caller (`dsec run … > out.txt`): its owner must not change. So files go through a pipe.
+/dev/stdout can be opened inside. That is right for an anonymous pipe and for nothing else: the
+root inside could chmod the host's /dev/null, read what is typed at the caller's terminal, or
+connect a socket of the host's network to elsewhere. So everything else goes through a pipe.
 
-What must hold: bytes arrive complete and in order before `finish` returns, behind what others
-write to the same open file; a container that does not read its input, or ended, keeps no
-thread waiting. So no splice(2) to files: it takes the file's position before it waits for the
-pipe and puts it back afterwards, over whatever was written meanwhile.
+What must hold: a container has no descriptor but of pipes; bytes arrive complete and in order
+before `finish` returns, behind what others write to the same open file; a container that does
+not read its input, or ended, keeps no thread waiting. So no splice(2) to files: it takes the
+file's position before it waits for the pipe and puts it back afterwards, over whatever was
+written meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import stat
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from dsecfs.errors import DeadlineExceeded
+
+T = TypeVar("T")
 
 _CHUNK = 1 << 20
 FINISH_S = 30.0
@@ -41,12 +48,16 @@ class Streams:
         self._pipes: list[int] = []
         self._inputs: list[tuple[int, int]] = []
         self._outputs: list[tuple[int, int]] = []
+        self._opened: list[int] = []
         self._threads: list[threading.Thread] = []
         relayed: dict[tuple[int, int], int] = {}
         try:
             for number, stream in enumerate(given):
                 fd = number if stream is None else stream
-                if not _is_file(fd):
+                if fd == subprocess.DEVNULL:
+                    fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                    self._opened.append(fd)
+                if _is_pipe(fd):
                     self.fds.append(fd)
                     _give(fd, uid)
                     continue
@@ -98,12 +109,14 @@ class Streams:
                     f"output of the container: not written within {FINISH_S:g} s",
                     hint="the file it goes to takes no more bytes",
                 )
+        self._close(self._opened)
 
     def abandon(self) -> None:
         """crun was not started: close everything of ours."""
         self._close(self._pipes)
         self._close([write for _, write in self._inputs])
         self._close([read for read, _ in self._outputs])
+        self._close(self._opened)
 
     @staticmethod
     def _close(fds: list[int]) -> None:
@@ -111,28 +124,27 @@ class Streams:
             os.close(fds.pop())
 
 
-def _is_file(fd: int) -> bool:
-    """Whether the descriptor is something with an owner that must stay: a file, a named pipe."""
-    if fd in (subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT):
-        return False
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISFIFO(mode):
-        return not os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+def _is_pipe(fd: int) -> bool:
+    """Whether the descriptor is an anonymous pipe, which has no name and no owner to keep."""
+    named = not os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")
+    return stat.S_ISFIFO(os.fstat(fd).st_mode) and not named
 
 
 def _give(fd: int, uid: int) -> None:
-    """An anonymous pipe belongs to the container's user, who can then open it by name."""
+    """The container's user gets the pipe, and can then open it by name."""
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
-            os.fchown(fd, uid, uid)
+        os.fchown(fd, uid, uid)
 
 
 def _feed(source: int, target: int) -> None:
-    """The caller's file into the container's standard input."""
-    with contextlib.suppress(OSError):  # EPIPE: nobody reads any more
-        while _move(source, target):
-            pass
+    """What the caller gives into the container's standard input."""
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    poll.register(target, 0)  # POLLERR: nobody can read it any more
+    with contextlib.suppress(OSError):  # EPIPE: the same, later
+        while target not in dict(poll.poll()):
+            if not _move(source, target):
+                break
     os.close(target)
 
 
@@ -145,9 +157,20 @@ def _drain(source: int, target: int) -> None:
 
 
 def _move(source: int, target: int) -> int:
-    """Move some bytes; 0 at the end."""
-    data = os.read(source, _CHUNK)
+    """Move some bytes; 0 at the end. The caller's descriptors may be non-blocking."""
+    data = _patiently(source, select.POLLIN, partial(os.read, source, _CHUNK))
     view = memoryview(data)
     while view:
-        view = view[os.write(target, view) :]
+        view = view[_patiently(target, select.POLLOUT, partial(os.write, target, view)) :]
     return len(data)
+
+
+def _patiently(fd: int, event: int, call: Callable[[], T]) -> T:
+    """What `call` returns once `fd` does not say "later"."""
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(fd, event)
+            poll.poll()

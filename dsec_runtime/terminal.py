@@ -17,7 +17,6 @@ import fcntl
 import os
 import select
 import socket
-import subprocess
 import termios
 import threading
 import tty
@@ -38,7 +37,9 @@ class Terminal:
 
     def __init__(self, place: Path, stdin: int, stdout: int) -> None:
         """`place` is the bundle's directory; the other two are the caller's terminal."""
-        self.fds = [subprocess.DEVNULL] * 3
+        # Not /dev/null: crun would give the host's to the container's root (streams.py).
+        read, write = os.pipe2(os.O_CLOEXEC)
+        self.fds = [read, write, write]
         """What crun gets as standard streams: it needs none."""
         self._in, self._out = stdin, stdout
         self._before = termios.tcgetattr(stdin)
@@ -65,6 +66,7 @@ class Terminal:
 
     def started(self) -> None:
         """crun runs: begin to pass bytes through."""
+        self._close_streams()
         tty.setraw(self._in, termios.TCSADRAIN)
         thread = threading.Thread(target=self._serve, name="terminal", daemon=True)
         self._threads.append(thread)
@@ -98,10 +100,16 @@ class Terminal:
 
     def abandon(self) -> None:
         """Close everything of ours: nothing runs any more, or was never started."""
+        self._close_streams()
         self._listener.close()
         self._close_master()
         for fd in (self._place, self._stop):
             os.close(fd)
+
+    def _close_streams(self) -> None:
+        for fd in set(self.fds):
+            os.close(fd)
+        self.fds = []
 
     # -- threads -------------------------------------------------------------------------
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,6 +158,47 @@ def test_open_descriptors_of_ours_are_not_inherited(shell: Shell) -> None:
     assert set(numbers) <= {"0", "1", "2", "3", "4", "5"}
     kinds = {line.split(" -> ")[1] for line in out.splitlines() if " -> " in line}
     assert not [k for k in kinds if "ns/" in k or "dsec" in k]
+
+
+def test_streams_of_the_caller_stay_outside(runner: Runner, base: LocalLayer) -> None:
+    """A container could change, read or redirect what it has a descriptor of."""
+    null = os.stat(os.devnull)
+    master, terminal = os.openpty()
+    ours, theirs = socket.socketpair()
+    script = "for n in 0 1 2; do stat -L -c %F /proc/self/fd/$n; chmod 0 /proc/self/fd/$n; done"
+    script += "; cat >/dev/null; chmod 0 /dev/null; echo end"
+    with ours, theirs, open(os.devnull, "r+b", buffering=0) as device:
+        os.write(master, b"typed\n\4")
+        theirs.setblocking(False)
+        streams: list[dict[str, Any]] = [
+            {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": device.fileno()},
+            {"stdin": device.fileno(), "stdout": terminal, "stderr": terminal},
+            {"stdin": terminal, "stdout": theirs.fileno(), "stderr": theirs.fileno()},
+        ]
+        for given in streams:
+            spec = RunSpec((base,), ("sh", "-c", f"{script}; exit 3"), **given)
+            assert runner.run(spec).exit_code == 3
+        said = ours.recv(4096).decode()
+        assert said.count("fifo") == 3 and said.endswith("end\n")
+        assert "fifo" in os.read(master, 4096).decode()
+    os.close(terminal)
+    os.close(master)
+    now = os.stat(os.devnull)
+    assert (now.st_uid, now.st_gid, now.st_mode) == (null.st_uid, null.st_gid, null.st_mode)
+
+
+def test_a_terminal_does_not_cost_the_host_its_null_device(
+    runner: Runner, base: LocalLayer
+) -> None:
+    null = os.stat(os.devnull)
+    master, terminal = os.openpty()
+    args = ("sh", "-c", "chmod 0 /dev/null; true")
+    spec = RunSpec((base,), args, tty=True, stdin=terminal, stdout=terminal)
+    assert runner.run(spec).exit_code == 0
+    os.close(terminal)
+    os.close(master)
+    now = os.stat(os.devnull)
+    assert (now.st_uid, now.st_gid, now.st_mode) == (null.st_uid, null.st_gid, null.st_mode)
 
 
 def test_no_path_of_the_node_is_told(here: Node, shell: Shell) -> None:
