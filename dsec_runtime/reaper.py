@@ -30,7 +30,7 @@ def reaper(dirs: NodeDirs) -> Iterator[None]:
     """While the block lasts, this process's death is the end of its sandboxes."""
     read, write = os.pipe2(os.O_CLOEXEC)
     root = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, "-m", "dsec_runtime.reaper"]
+    command = [sys.executable, "-P", "-m", "dsec_runtime.reaper"]
     command += [str(dirs.data.absolute()), str(dirs.run.absolute())]
     shell: subprocess.Popen[bytes] | None = None
     try:

@@ -63,7 +63,7 @@ def start_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
         with config.log.open("ab") as output:
             os.chmod(config.log, 0o600)
             subprocess.run(
-                [sys.executable, "-m", "dsecfs.fuse.daemon", "--detach", str(write_end)],
+                [sys.executable, "-P", "-m", "dsecfs.fuse.daemon", "--detach", str(write_end)],
                 input=config.to_json().encode(),
                 stdout=output,
                 stderr=output,

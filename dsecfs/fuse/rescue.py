@@ -41,7 +41,7 @@ def call_supervisors(shared: Inherited, environ: dict[str, str]) -> None:
         "fds": fds,
     }
     subprocess.run(
-        [sys.executable, "-m", "dsecfs.fuse.daemon", "--adopt"],
+        [sys.executable, "-P", "-m", "dsecfs.fuse.daemon", "--adopt"],
         input=json.dumps(given).encode(),
         stdout=1,
         stderr=2,

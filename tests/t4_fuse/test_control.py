@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -51,6 +52,18 @@ def test_status_and_stats(served: Family) -> None:
     stats = served.client.stats()
     assert stats["cache"] == {"hits": 1}
     assert set(stats["fuse"]) == {"reads", "waited_reads", "errors"}
+
+
+def test_modules_in_the_callers_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "logging", "dsecfs"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with family() as f:
+        assert f.client.ping()["worker"] in f.pids()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_prefetch(served: Family) -> None:
