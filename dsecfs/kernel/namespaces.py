@@ -231,19 +231,20 @@ def user_namespace(ids: IdRange) -> int:
     """A descriptor of a new user namespace with that mapping, for id-mapped mounts.
 
     A process with threads cannot enter one itself, so a child makes it. The child shares our
-    memory and runs nothing but libc's sleep(3) on a stack of its own, with all signals blocked:
-    a child that ran Python could wait for a lock that another thread held when it was made.
+    memory and runs nothing but libc's getpid(2) on a stack of its own, with all signals blocked:
+    a child that ran Python could wait for a lock that another thread held when it was made. It
+    ends at once, since it has copies of our descriptors: would it outlive us, what we have locked
+    would stay locked. A process that has ended has its namespace until it is waited for.
     """
     stack = mmap.mmap(-1, _CHILD_STACK)
     top = ctypes.addressof(ctypes.c_char.from_buffer(stack)) + _CHILD_STACK
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        # It ends by itself if we are killed before we can kill it.
         child = _libc.clone(
-            _libc.sleep,
+            _libc.getpid,
             ctypes.c_void_p(top),
             CLONE_NEWUSER | CLONE_VM | signal.SIGCHLD,
-            ctypes.c_void_p(int(CALL_S)),
+            None,
         )
         code = ctypes.get_errno()
     finally:
@@ -260,7 +261,6 @@ def user_namespace(ids: IdRange) -> int:
             _write_map(child, name, line)
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        os.kill(child, signal.SIGKILL)
         # Its stack is ours until it is gone.
         os.waitpid(child, 0)
 
