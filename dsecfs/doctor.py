@@ -56,29 +56,7 @@ def works(findings: list[Finding]) -> bool:
 
 
 def _kernel(node: Node, info: KernelInfo) -> Iterator[Finding]:
-    best = info.best_mode()
-    why = info.reasons.get("kernel" if best != "kernel" else "", "")
-    if best is None:
-        yield Finding(
-            "kernel",
-            "mount mode",
-            "missing",
-            "none: " + "; ".join(info.reasons.values()),
-            "load the modules erofs, overlay and fuse (docs/kernels.md)",
-            True,
-        )
-    elif best == "fuse":
-        yield Finding(
-            "kernel",
-            "mount mode",
-            "missing",
-            f"fuse only: {why or quick_mode()[1]}",
-            "dsec mount works; dsec run needs root and Linux 6.5, better 6.12 (docs/kernels.md)",
-            True,
-        )
-    else:
-        slower = "" if best == "kernel" else f"; not kernel mode: {why}"
-        yield Finding("kernel", "mount mode", "ok", f"{best}, on Linux {info.release}{slower}")
+    yield from _mode(node, info)
     if not info.root:
         yield Finding("kernel", "root", "missing", "not root", "run dsec as root", True)
     if info.fuse_minor is not None:
@@ -101,17 +79,6 @@ def _kernel(node: Node, info: KernelInfo) -> Iterator[Finding]:
             "" if there else "modprobe fuse",
             True,
         )
-    if info.root:
-        yield Finding(
-            "kernel",
-            "shifted owners",
-            "ok" if info.erofs_idmap else "missing",
-            "EROFS mounts can be idmapped"
-            if info.erofs_idmap
-            else info.reasons.get("idmap", "EROFS mounts cannot be idmapped"),
-            "" if info.erofs_idmap else "Linux 5.19 or newer",
-            True,
-        )
     yield Finding(
         "kernel",
         "user namespaces",
@@ -128,6 +95,41 @@ def _kernel(node: Node, info: KernelInfo) -> Iterator[Finding]:
         f"{info.cgroups}: {controllers}" if controllers else "none: containers have no limits",
         "" if controllers else "mount cgroup2 on /sys/fs/cgroup",
     )
+
+
+def _mode(node: Node, info: KernelInfo) -> Iterator[Finding]:
+    best = info.best_mode()
+    why = info.reasons.get("kernel") or info.reasons.get("idmap") or quick_mode()[1]
+    if best is None:
+        yield Finding(
+            "kernel",
+            "mount mode",
+            "missing",
+            "none: " + "; ".join(info.reasons.values()),
+            "load the modules erofs, overlay and fuse (docs/kernels.md)",
+            True,
+        )
+    elif best == "kernel":
+        yield Finding("kernel", "mount mode", "ok", f"kernel, on Linux {info.release}")
+    else:
+        hint = "Linux 6.12 or newer is faster" if info.root else "only root can mount more"
+        found = f"{best}, on Linux {info.release}; not kernel mode: {why}"
+        yield Finding("kernel", "mount mode", "warning", found, f"{hint} (docs/kernels.md)")
+    if node.settings.mode != "auto":
+        error, name = _try(node.mode), "mode that is set"
+        if error is None:
+            yield Finding("kernel", name, "ok", node.settings.mode)
+        else:
+            yield Finding("kernel", name, "missing", error.message, error.hint, True)
+    if info.root:
+        yield Finding(
+            "kernel",
+            "overlayfs",
+            "ok" if info.overlay else "missing",
+            "the root of a container" if info.overlay else info.reasons.get("overlay", "none"),
+            "" if info.overlay else "modprobe overlay; without it only dsec mount works",
+            True,
+        )
 
 
 _PROGRAMS: tuple[tuple[str, tuple[str, ...], str, bool, str], ...] = (

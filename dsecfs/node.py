@@ -164,15 +164,18 @@ class Node:
         )
 
     def release_idle(self) -> None:
-        """Take down layer mounts that nobody holds. They keep files of the daemon open, and
-        what they need from being removed."""
-        if os.geteuid() == 0 and self.dirs.layers.is_dir():
+        """Take down layer mounts that nobody holds, and forget such trees. They keep files of
+        the daemon open, and what they need from being removed."""
+        if os.geteuid() == 0 and (self.dirs.layers.is_dir() or self.dirs.trees.is_dir()):
             from dsecfs.mount import LayerMounts, recover_mounts
 
             with contextlib.closing(LayerMounts(self.dirs)) as mounts:
                 recover_mounts(self.dirs, mounts=mounts)
                 mounts.recover()
                 mounts.trim(0)
+                if self.dirs.trees.is_dir():
+                    mounts.trees.recover()
+                    mounts.trees.trim(0)
 
     def warm(self, client: FsClient, prepared: Prepared) -> None:
         """Have the daemon fetch what earlier runs of this composition read. Advice only."""

@@ -10,7 +10,7 @@ import typer
 from dsecfs.cli.lazy import group
 from dsecfs.cli.output import show_record
 from dsecfs.cli.session import session
-from dsecfs.errors import NotFound
+from dsecfs.errors import Busy, NotFound
 
 app = group()
 
@@ -37,9 +37,23 @@ def stop(
     node = session().node
     mode = "force" if force else "drain" if drain else "refuse"
     node.release_idle()
+    if mode == "refuse":
+        _check_containers()
     stopped = stop_daemon(node.fs_config(), mode=mode)
     _let_go()
     show_record({"mountpoint": str(node.dirs.fs), "stopped": stopped})
+
+
+def _check_containers() -> None:
+    """Busy if containers have trees as their roots: their mounts are not seen from here."""
+    from dsecfs.mount.trees import RootTrees
+
+    held = [name for held in RootTrees(session().node.dirs).described().values() for name in held]
+    if held:
+        raise Busy(
+            f"stop the FUSE daemon: it serves {len(held)} container(s) in FUSE mode",
+            hint="end them, or use --drain",
+        )
 
 
 def _let_go() -> None:

@@ -235,7 +235,11 @@ def _try_mounts(scratch: Path, found: dict[str, bool], reasons: dict[str, str]) 
             stack.callback(os.close, fd)
         if lower:
             _attempt("erofs_idmap", "idmap", found, reasons, lambda: _try_idmap(lower[-1]))
-            _try_overlay(lower[0], place, found, reasons)
+        else:
+            with FsContext("tmpfs", "mount tmpfs") as fs:
+                lower.append(fs.mount(MOUNT_ATTR_NODEV))
+            stack.callback(os.close, lower[0])
+        _try_overlay(lower[0], place, found, reasons)
         fuse: list[int] = []
         _attempt("fuse", "fuse", found, reasons, lambda: fuse.append(_fuse_minor()))
         return fuse[0] if fuse else None
@@ -269,9 +273,10 @@ def _try_overlay(lower: int, place: Path, found: dict[str, bool], reasons: dict[
     attached.mkdir()
     move_mount(lower, attached)
     _attempt("overlay_append", "append", found, reasons, lambda: overlay(here))
-    _attempt("overlay", "kernel", found, reasons, lambda: overlay(here, one_by_one=False))
-    if "kernel" in reasons and not found["overlay"]:
-        reasons.setdefault("loop", reasons["kernel"])
+    _attempt("overlay", "overlay", found, reasons, lambda: overlay(here, one_by_one=False))
+    if not found["overlay"]:
+        for mode in ("kernel", "loop"):
+            reasons.setdefault(mode, reasons["overlay"])
     umount(attached, detach=True)
 
 

@@ -15,7 +15,11 @@ import pytest
 from dsec_runtime.cgroups import places as cgroup_places
 from dsec_runtime.run import Runner, RunSpec
 from dsec_runtime.running import RunResult
+from dsecfs.kernel.mountinfo import mounts_here
+from dsecfs.kernel.namespaces import unpin_namespaces
+from dsecfs.kernel.syscalls import umount
 from dsecfs.layers.local import LocalLayer
+from tests.support.cli import Dsec
 from tests.support.mounts import why_no_erofs
 from tests.support.node import Entry, Node, file_inode, node
 
@@ -173,3 +177,42 @@ def shell(runner: Runner, base: LocalLayer) -> Shell:
 
 def environment_of(text: str) -> Mapping[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines())
+
+
+@pytest.fixture
+def dsec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Dsec]:
+    """A node on the disk with a base and a toolkit in its store."""
+    place = Path(os.path.realpath(tempfile.mkdtemp(prefix="dsec-cli-", dir="/var/tmp")))
+    try:
+        made = Dsec(place, capfd, monkeypatch)
+        _publish(made)
+        yield made
+        made("fs", "stop", "--force")
+    finally:
+        unpin_namespaces(place / "run" / "ns")
+        for mount in reversed(mounts_here()):
+            if mount.point.is_relative_to(place):
+                umount(mount.point, detach=True)
+        shutil.rmtree(place)
+
+
+def _publish(dsec: Dsec) -> None:
+    top = dsec.place / "rootfs"
+    (top / "bin").mkdir(parents=True)
+    (top / "etc").mkdir()
+    (top / "home/bob").mkdir(parents=True)
+    (top / "tmp").mkdir()
+    shutil.copy("/usr/bin/busybox", top / "bin/busybox")
+    for applet in APPLETS:
+        (top / "bin" / applet).symlink_to("busybox")
+    (top / "etc/passwd").write_bytes(PASSWD)
+    (top / "etc/group").write_bytes(GROUP)
+    dsec("layer", "publish", str(top), "base/box:1")
+    tool = dsec.place / "tool/bin"
+    tool.mkdir(parents=True)
+    (tool / "greet").write_text("#!/bin/sh\necho hello $1\n")
+    (tool / "greet").chmod(0o755)
+    dsec(
+        *("layer", "publish", str(tool.parent), "toolkit/greet:1", "--at", "/opt/greet"),
+        *("--path-prepend", "/opt/greet/bin"),
+    )

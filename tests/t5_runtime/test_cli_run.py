@@ -9,59 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from dsecfs.kernel.mountinfo import mounts_here
-from dsecfs.kernel.namespaces import unpin_namespaces
-from dsecfs.kernel.syscalls import umount
 from tests.support.cli import Dsec
-from tests.t5_runtime.conftest import APPLETS, GROUP, PASSWD, why_no_containers
+from tests.t5_runtime.conftest import PASSWD, why_no_containers
 
 pytestmark = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers() or "-")
-
-
-@pytest.fixture
-def dsec(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Dsec]:
-    """A node on the disk with a base and a toolkit in its store."""
-    place = Path(os.path.realpath(tempfile.mkdtemp(prefix="dsec-cli-", dir="/var/tmp")))
-    try:
-        made = Dsec(place, capfd, monkeypatch)
-        _publish(made)
-        yield made
-        made("fs", "stop", "--force")
-    finally:
-        unpin_namespaces(place / "run" / "ns")
-        for mount in reversed(mounts_here()):
-            if mount.point.is_relative_to(place):
-                umount(mount.point, detach=True)
-        shutil.rmtree(place)
-
-
-def _publish(dsec: Dsec) -> None:
-    top = dsec.place / "rootfs"
-    (top / "bin").mkdir(parents=True)
-    (top / "etc").mkdir()
-    (top / "home/bob").mkdir(parents=True)
-    (top / "tmp").mkdir()
-    shutil.copy("/usr/bin/busybox", top / "bin/busybox")
-    for applet in APPLETS:
-        (top / "bin" / applet).symlink_to("busybox")
-    (top / "etc/passwd").write_bytes(PASSWD)
-    (top / "etc/group").write_bytes(GROUP)
-    dsec("layer", "publish", str(top), "base/box:1")
-    tool = dsec.place / "tool/bin"
-    tool.mkdir(parents=True)
-    (tool / "greet").write_text("#!/bin/sh\necho hello $1\n")
-    (tool / "greet").chmod(0o755)
-    dsec(
-        *("layer", "publish", str(tool.parent), "toolkit/greet:1", "--at", "/opt/greet"),
-        *("--path-prepend", "/opt/greet/bin"),
-    )
 
 
 def test_a_command_runs_and_its_exit_code_is_passed_on(dsec: Dsec) -> None:
