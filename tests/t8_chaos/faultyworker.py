@@ -45,6 +45,7 @@ class RuledStore(FaultyStore):
 def main(inherited: Inherited) -> int:
     from dsecfs.cache import ChunkCache
     from dsecfs.fuse.cached import CachedSource
+    from dsecfs.fuse.chores import Chores
     from dsecfs.store.open import open_store
 
     config = FsConfig(**inherited.config)
@@ -56,4 +57,4 @@ def main(inherited: Inherited) -> int:
         )
 
     cache = ChunkCache(config.dirs, faulty, **config.cache)  # type: ignore[arg-type]
-    return run(inherited, config, CachedSource(cache))
+    return run(inherited, config, CachedSource(cache), Chores(config, cache))

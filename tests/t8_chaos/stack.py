@@ -82,8 +82,12 @@ def make_tar(path: Path, number: int, files: int, seed: int) -> dict[str, str]:
         data = rng.randbytes(rng.choice((100, 20_000, 150_000, 700_000)))
         (place / name).write_bytes(data)
         sums[name] = hashlib.sha256(data).hexdigest()
+    def timeless(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.mtime = 1_700_000_000
+        return info
+
     with tarfile.open(path, "w") as tar:
-        tar.add(place, arcname=".")
+        tar.add(place, arcname=".", filter=timeless)
     shutil.rmtree(place)
     return sums
 
@@ -227,7 +231,13 @@ class Node(Family):
 
 @contextlib.contextmanager
 def node(
-    top: Path, store: Store, content: Content, modes: Sequence[Mode], *, url: str = "", **options: Any
+    top: Path,
+    store: Store,
+    content: Content,
+    modes: Sequence[Mode],
+    *,
+    url: str = "",
+    **options: Any,
 ) -> Iterator[Node]:
     """A node that is up; its log is printed if the test fails."""
     top.mkdir()

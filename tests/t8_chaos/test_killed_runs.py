@@ -18,6 +18,7 @@ import pytest
 
 from dsec_runtime.cgroups import places
 from dsec_runtime.run import Runner, RunSpec
+from dsec_runtime.upper import UpperKind
 from dsecfs.layers.local import LocalLayer
 from dsecfs.layers.publish import Meta, publish_source
 from dsecfs.layers.sources.image import open_image
@@ -62,7 +63,7 @@ class Killed:
         self.layers: tuple[LocalLayer, ...] = tuple(n.local[::-1])
         self.runner = Runner(n.dirs, mode=mode, cgroup_parent=self.parent)
 
-    def process(self, args: list[str], upper: str) -> subprocess.Popen[bytes]:
+    def process(self, args: list[str], upper: UpperKind) -> subprocess.Popen[bytes]:
         """Everything imported, nothing begun."""
         given = {
             "data": str(self.node.dirs.data),
@@ -124,8 +125,8 @@ def _mounts(top: Path, space: Path | None = None) -> list[str]:
     )
     lines = os.fsdecode(done.stdout).splitlines()
     found = [line.split(" ")[4] + " " + line.partition(" - ")[2] for line in lines]
-    ours = [line for line in found if str(top) in line or line.split(" ")[1] in ("erofs", "overlay")]
-    return sorted(ours) if space is not None else sorted(s for s in ours if str(top) in s)
+    kinds = () if space is None else ("erofs", "overlay")
+    return sorted(s for s in found if str(top) in s or s.split(" ")[1] in kinds)
 
 
 def _loops(top: Path) -> list[str]:
@@ -179,7 +180,8 @@ def killed(
 @pytest.mark.parametrize("killed", ["kernel", "loop", "fuse"], indirect=True)
 def test_nothing_leaks(killed: Killed) -> None:
     rng = random.Random(8)
-    uppers = ("disk", "tmpfs", "image") if os.path.exists("/dev/loop-control") else ("disk", "tmpfs")
+    loops = os.path.exists("/dev/loop-control")
+    uppers: tuple[UpperKind, ...] = ("disk", "tmpfs", "image") if loops else ("disk", "tmpfs")
     # Once in peace: what is made once per node is made, and how long a run takes is known.
     for upper in uppers:
         spec = RunSpec(killed.layers, ("sh", "-c", "cat /dir0/* /dir1/* > /all"), upper=upper)
@@ -246,7 +248,9 @@ def _runs(killed: Killed) -> bool:
     return bool(list((killed.node.dirs.run / "crun").glob("*")))
 
 
-def _work(rng: random.Random, uppers: tuple[str, ...]) -> tuple[list[str], str]:
+def _work(
+    rng: random.Random, uppers: tuple[UpperKind, ...]
+) -> tuple[list[str], UpperKind]:
     command = rng.choice(
         (
             ["true"],
