@@ -6,7 +6,9 @@ What must hold:
 - nothing that makes namespaces or mounts: a container has CAP_SYS_ADMIN in no namespace, and
   a user namespace of its own making would open most of the kernel's attack surface to it;
 - no io_uring, bpf, perf, userfaultfd and kernel keyrings: often broken, never needed;
-- no AF_VSOCK sockets: they reach the host from inside a VM and have no namespaces.
+- sockets of the families that containers need, and no others. AF_VSOCK reaches the host from
+  inside a VM and has no namespaces; AF_ALG and AF_XDP are often broken. socketcall(2) of 32-bit
+  x86 hides the family behind a pointer, so it is refused: old 32-bit programs have no sockets.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ set_robust_list set_thread_area set_tid_address setfsgid setfsgid32 setfsuid set
 setgid32 setgroups setgroups32 setitimer setpgid setpriority setregid setregid32 setresgid
 setresgid32 setresuid setresuid32 setreuid setreuid32 setrlimit setsid setsockopt setuid setuid32
 setxattr setxattrat shmat shmctl shmdt shmget shutdown sigaction sigaltstack signal signalfd
-signalfd4 sigpending sigprocmask sigreturn sigsuspend socketcall socketpair splice stat stat64
+signalfd4 sigpending sigprocmask sigreturn sigsuspend socketpair splice stat stat64
 statfs statfs64 statx symlink symlinkat sync sync_file_range sync_file_range2 syncfs sysinfo tee
 tgkill time timer_create timer_delete timer_getoverrun timer_gettime timer_gettime64 timer_settime
 timer_settime64 timerfd_create timerfd_gettime timerfd_gettime64 timerfd_settime
@@ -89,7 +91,8 @@ ARCHITECTURES = {
 
 CLONE_NEW_ANY = 0x7E020000
 """All CLONE_NEW* flags of clone(2) (include/uapi/linux/sched.h)."""
-_AF_VSOCK = 40
+FAMILIES = (1, 2, 10, 16, 17)
+"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, AF_PACKET (include/linux/socket.h)."""
 _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
 """PER_LINUX, PER_LINUX32, each with UNAME26, and the query."""
 
@@ -125,12 +128,14 @@ def profile(machine: str = "") -> dict[str, Any]:
             _rule(allow, names),
             # clone3 hides its flags behind a pointer: with ENOSYS libraries use clone.
             _rule(allow, ["clone"], [_arg(0, CLONE_NEW_ANY, "SCMP_CMP_MASKED_EQ", 0)]),
-            _rule(allow, ["socket"], [_arg(0, _AF_VSOCK, "SCMP_CMP_NE")]),
+            *(_rule(allow, ["socket"], [_arg(0, n, "SCMP_CMP_EQ")]) for n in FAMILIES),
             *(
                 _rule(allow, ["personality"], [_arg(0, value, "SCMP_CMP_EQ")])
                 for value in _PERSONALITIES
             ),
             _rule(deny, DENIED, errno=EPERM),
+            # Not only left out: libseccomp allows it along with `socket`.
+            _rule(deny, ["socketcall"], errno=EPERM),
         ],
     }
     if machine in ARCHITECTURES:

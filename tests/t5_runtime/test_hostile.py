@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import signal
 import socket
 import stat
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from dsec_runtime.users import find_user
 from dsecfs.kernel.mountinfo import mounts_here
 from dsecfs.layers.local import LocalLayer
 from dsecfs.layers.tree import Inode
-from tests.support.node import Entry, Node
+from tests.support.node import Entry, Node, file_inode
 from tests.t5_runtime.conftest import Shell, base_entries, remains
 
 
@@ -212,6 +215,41 @@ def test_seccomp_answers(shell: Shell) -> None:
     assert "Seccomp:\t2" in status and "NoNewPrivs:\t0" in status
     status = shell.sh("grep NoNewPrivs /proc/self/status", no_new_privileges=True)
     assert "NoNewPrivs:\t1" in status
+
+
+def _i386_call(number: int, *arguments: int) -> bytes:
+    """A static x86-64 program whose exit code is minus what a 32-bit system call returns.
+
+    The words from 0x4000f8 on are 40, 1 and 0: arguments of socket(2) in memory.
+    """
+    code = b"\xb8" + struct.pack("<I", number)  # mov eax
+    for opcode, value in zip((b"\xbb", b"\xb9", b"\xba"), arguments, strict=False):
+        code += opcode + struct.pack("<I", value)  # mov ebx, ecx, edx
+    code += b"\xcd\x80\xf7\xd8\x89\xc7\xb8\x3c\0\0\0\x0f\x05"  # int 0x80; exit(-eax)
+    size = 0x100 + 4
+    header = b"\x7fELF\2\1\1".ljust(16, b"\0")
+    header += struct.pack("<HHIQQQIHHHHHH", 2, 62, 1, 0x400078, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    header += struct.pack("<IIQQQQQQ", 1, 5, 0, 0x400000, 0x400000, size, size, 4096)
+    return (header + code).ljust(0xF8, b"\0") + struct.pack("<III", 40, 1, 0)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="32-bit calls of x86")
+def test_no_vsock_by_32_bit_calls(here: Node, runner: Runner) -> None:
+    data = bytearray()
+    calls = {
+        "socketcall": _i386_call(102, 1, 0x4000F8),
+        "vsock": _i386_call(359, 40, 1, 0),
+        "xdp": _i386_call(359, 44, 3, 0),
+        "unix": _i386_call(359, 1, 1, 0),
+    }
+    entries = base_entries(data) | {name: file_inode(code, data) for name, code in calls.items()}
+    shell = Shell(runner, here.layer(entries, data))
+    codes = {name: shell.run(f"/{name}")[0].exit_code for name in calls}
+    unix = codes.pop("unix")
+    if unix == 128 + signal.SIGSEGV:
+        pytest.skip("this kernel has no 32-bit calls")
+    assert unix > 250, "an ordinary socket is a descriptor, 3 or so"
+    assert codes == {"socketcall": errno.EPERM, "vsock": errno.ENOSYS, "xdp": errno.ENOSYS}
 
 
 def test_sandboxes_do_not_share_ids(here: Node, base: LocalLayer, runner: Runner) -> None:
