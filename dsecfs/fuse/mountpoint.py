@@ -19,14 +19,14 @@ MAX_BACKGROUND = 256
 """Read-ahead requests the kernel keeps in flight per mount (its default is 12)."""
 
 FUSERMOUNT_S = 20
+_FSTYPE = "fuse.dsec"
+"""In the mount table, from the option subtype= (session.py)."""
 
 
 def fuse_device(mountpoint: Path) -> str | None:
-    """`major:minor` of the FUSE mount at `mountpoint`, None if there is none."""
+    """`major:minor` of our FUSE mount at `mountpoint`, None if there is none, or another's."""
     found = mount_at(mountpoint)
-    if found is None or not (found.fstype == "fuse" or found.fstype.startswith("fuse.")):
-        return None
-    return found.device
+    return None if found is None or found.fstype != _FSTYPE else found.device
 
 
 def check_mountable() -> None:
@@ -79,7 +79,7 @@ def _fusermount(path: Path, lazy: bool) -> None:
 
 
 def recover_stale(mountpoint: Path) -> bool:
-    """Take away FUSE mounts at `mountpoint` that nobody serves; whether there was one.
+    """Take away our mounts at `mountpoint` that nobody serves; whether there was one.
 
     The caller holds the daemon's lock: then nobody who could serve them is alive.
     """

@@ -25,15 +25,12 @@ from dsecfs.fuse.control import FsClient
 from dsecfs.fuse.daemon import start_daemon, stop_daemon
 from dsecfs.fuse.mountpoint import fuse_device, recover_stale
 from dsecfs.fuse.trees import read_tree, write_tree
-from dsecfs.kernel.mountinfo import mount_at
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.local import LocalLayer
 from dsecfs.locks import locked_file
 from dsecfs.nodedirs import NodeDirs
 
 _TARGET = "target"
-_FSTYPE = "fuse.dsec"
-"""What ours are in the mount table: whatever else is mounted there by now stays."""
 
 
 class TreeMount(NamedTuple):
@@ -157,9 +154,7 @@ def _clear_dead(dirs: NodeDirs, state: Path) -> Path | None:
     target = state
     with contextlib.suppress(FileNotFoundError):
         target = Path(os.fsdecode((state / _TARGET).read_bytes()))
-        found = mount_at(target)
-        if found is not None and found.fstype == _FSTYPE:
-            recover_stale(target)
+        recover_stale(target)
     (dirs.trees / f"{_tree(state)}.json").unlink(missing_ok=True)
     if state.is_dir():
         shutil.rmtree(state)

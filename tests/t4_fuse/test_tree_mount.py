@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from dsecfs.fuse.config import tree_config
 from dsecfs.fuse.daemon import start_daemon, stop_daemon
-from dsecfs.fuse.mountpoint import fuse_device
+from dsecfs.fuse.mountpoint import fuse_device, recover_stale
 from dsecfs.fuse.trees import write_tree
+from dsecfs.kernel.syscalls import FsContext, closing, move_mount, umount
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.erofs.writer import Device, write_erofs
 from dsecfs.layers.tree import BLOCK, Inode, directory
@@ -351,3 +352,20 @@ def test_without_root() -> None:
         assert done.stdout == "6 65534\n"
     finally:
         f.remove()
+
+
+def test_another_file_systems_mount_is_left_alone(tmp_path: Path) -> None:
+    with (
+        closing(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)) as device,
+        FsContext("fuse", "mount another FUSE file system") as fs,
+    ):
+        options = {"source": "other", "subtype": "sshfs", "fd": str(device), "rootmode": "40000"}
+        for key, value in {**options, "user_id": "0", "group_id": "0"}.items():
+            fs.set(key, value)
+        with closing(fs.mount()) as mount:
+            move_mount(mount, tmp_path)
+        try:
+            assert fuse_device(tmp_path) is None
+            assert recover_stale(tmp_path) is False
+        finally:
+            assert umount(tmp_path, detach=True)
