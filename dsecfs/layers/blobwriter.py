@@ -13,6 +13,7 @@ Owns the way from bytes to a blob of one layer, as a stream. What must hold:
 from __future__ import annotations
 
 import hashlib
+import mmap
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -304,20 +305,26 @@ class _Objects:
         self._pool = ThreadPoolExecutor(uploads, "upload")
         self._uploads: deque[Future[Digest]] = deque()
         self._limit = uploads
-        self._current = bytearray()
+        self._current: mmap.mmap | None = None
+        self._length = 0
         self._names: list[Digest] = []
         self.stored = 0
 
     def append(self, stored: Buffer) -> tuple[int, int]:
         """(object number, offset) of what was appended."""
-        if len(self._current) + len(stored) > self._size:
+        if self._length + len(stored) > self._size:
             self._flush()
-        offset = len(self._current)
-        self._current += stored
+        if self._current is None:
+            # Memory of its own, which the system gets back at once: between other things on the
+            # heap, buffers of this size would leave holes that add up to some 100 MB.
+            self._current = mmap.mmap(-1, self._size)
+        offset = self._length
+        self._length += len(stored)
+        self._current[offset : self._length] = stored
         return len(self._names) + len(self._uploads), offset
 
     def finish(self) -> list[Digest]:
-        if self._current:
+        if self._length:
             self._flush()
         self._collect(0)
         self._pool.shutdown()
@@ -328,8 +335,11 @@ class _Objects:
 
     def _flush(self) -> None:
         self._collect(self._limit - 1)
-        full, self._current = self._current, bytearray()
-        self.stored += len(full)
+        assert self._current is not None
+        full = memoryview(self._current)[: self._length]
+        self._current = None
+        self.stored += self._length
+        self._length = 0
         self._uploads.append(self._pool.submit(self._put, full))
 
     def _collect(self, limit: int) -> None:
@@ -337,10 +347,9 @@ class _Objects:
         while len(self._uploads) > limit:
             self._names.append(self._uploads.popleft().result())
 
-    def _put(self, data: bytearray) -> Digest:
-        view = memoryview(data)
-        digest = sha256(view)
-        self._store.put_content(object_key(digest), view)
+    def _put(self, data: memoryview) -> Digest:
+        digest = sha256(data)
+        self._store.put_content(object_key(digest), data)
         return digest
 
 
