@@ -41,6 +41,8 @@ Data = bytes | bytearray
 
 _MAX_QUEUED = 2048
 """Read-ahead adds nothing while so many prefetches are queued."""
+_MAX_OPEN_CHUNKS = 1 << 20
+"""Chunks of all blobs that stay open (256 GiB): their digests and places take 52 bytes each."""
 _RETRY_VOLATILE_S = 10.0
 """How long a blob that could not be set up on disk stays so before it is tried again."""
 _LOCAL_READERS = 8
@@ -374,6 +376,7 @@ class ChunkCache:
         self._lock = threading.Lock()
         self._pid = 0
         self._blobs: OrderedDict[Digest, CachedBlob] = OrderedDict()
+        self._open_chunks = 0
         self._evictor = Evictor(
             dirs, Limits(max_bytes, high, low, min_free), self.stats, self._in_background
         )
@@ -390,7 +393,7 @@ class ChunkCache:
         with self._lock:
             if self._pid != os.getpid():
                 self._pid = os.getpid()
-                self._blobs.clear()
+                self._forget_open()
             found = self._blobs.get(blob)
             if found is not None and not (
                 found.files.volatile and time.monotonic() - found.opened > _RETRY_VOLATILE_S
@@ -411,11 +414,17 @@ class ChunkCache:
                 read_ahead=self._read_ahead,
             )
             if keep:
+                if found is not None:
+                    self._open_chunks -= found.chunk_count
                 self._blobs[blob] = opened
                 self._blobs.move_to_end(blob)
-            while len(self._blobs) > self._open_blobs:
+                self._open_chunks += opened.chunk_count
+            while len(self._blobs) > 1 and (
+                len(self._blobs) > self._open_blobs or self._open_chunks > _MAX_OPEN_CHUNKS
+            ):
                 # Who still holds it goes on using it; its files close with the last of them.
-                self._blobs.popitem(last=False)
+                _, oldest = self._blobs.popitem(last=False)
+                self._open_chunks -= oldest.chunk_count
             return opened
 
     def close_idle(self, idle_s: float) -> int:
@@ -425,7 +434,7 @@ class ChunkCache:
         with self._lock:
             idle = [digest for digest, blob in self._blobs.items() if blob.last_used <= before]
             for digest in idle:
-                del self._blobs[digest]
+                self._open_chunks -= self._blobs.pop(digest).chunk_count
         return len(idle)
 
     def busy(self) -> bool:
@@ -472,7 +481,11 @@ class ChunkCache:
         self._fetcher.close()
         self.stats.close()
         with self._lock:
-            self._blobs.clear()
+            self._forget_open()
+
+    def _forget_open(self) -> None:
+        self._blobs.clear()
+        self._open_chunks = 0
 
     def _in_background(self, work: Callable[[], None]) -> None:
         self._fetcher.local.submit(Priority.BACKGROUND, work)

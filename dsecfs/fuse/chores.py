@@ -1,5 +1,6 @@
 """What a mount's worker does beside serving it, so that a node stays healthy for weeks.
 
+    store       its client libraries are imported before a read waits for that
     lease       layers in use here are kept in the store (layers/nodelease.py)
     idle        blobs that nobody reads are closed
     scrub       blobs in direct use are hashed now and then (cache/scrub.py)
@@ -28,7 +29,8 @@ from dsecfs.fuse.trees import read_tree
 from dsecfs.layers.digest import Digest
 
 LEASE_S = 5.0
-"""A layer is protected from collection so long after its mount, at the latest."""
+"""A layer is protected from collection so long after its mount, at the latest; and how long
+nothing is done after the start."""
 CLOSE_AFTER_S = 600.0
 IDLE_S = 60.0
 FORGET_S = 600.0
@@ -65,6 +67,7 @@ class Chores:
         self._lock_fd = -1
         self._housekeeper = Housekeeper(
             {
+                "store": self._open_store,
                 "lease": self._keep_lease,
                 "idle": self._close_idle,
                 "scrub": functools.partial(self._alone, self._scrub),
@@ -98,7 +101,13 @@ class Chores:
 
     # -- in the thread
 
+    def _open_store(self) -> Iterator[float]:
+        self._cache.store()
+        while True:
+            yield LOCK_S
+
     def _keep_lease(self) -> Iterator[float]:
+        yield LEASE_S  # who started us has a mount to make first
         from dsecfs.layers.nodelease import NodeLease
 
         if self._lease is None:
@@ -129,6 +138,7 @@ class Chores:
 
     def _alone(self, chore: Chore) -> Iterator[float]:
         """`chore`, once no other process of this node does it."""
+        yield LEASE_S
         while not self._locks():
             yield LOCK_S
         yield from chore()

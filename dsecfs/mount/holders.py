@@ -46,6 +46,11 @@ def stale_holders(refs: Path) -> list[Path]:
     return [ref for ref in holders(refs) if not _lives(ref)]
 
 
+def is_held(refs: Path) -> bool:
+    """Whether any holder lives. Looks no further than the first one that does."""
+    return any(map(_lives, holders(refs)))
+
+
 def _place(refs: Path, name: str) -> Path:
     if not _HOLDER.match(name):
         raise BadInput(f"not a name of a holder: {name[:80]!r}", hint="use A-Z a-z 0-9 . _ -")

@@ -8,6 +8,7 @@ until its last holder is gone, unless the mount has a daemon of its own, which k
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from dsecfs.errors import BadInput, DsecfsError
 from dsecfs.fuse.trees import read_tree
 from dsecfs.layers.digest import Digest, parse_digest
-from dsecfs.mount.holders import holders, stale_holders
+from dsecfs.mount.holders import is_held
 from dsecfs.nodedirs import NodeDirs
 
 
@@ -37,26 +38,29 @@ def layers_in_use(dirs: NodeDirs) -> InUse:
             layer = parse_digest(name)
             mounted.add(layer)
             place = dirs.layers / name
-            if any(_is_held(place / g / "refs") for g in _names(place) if g.isdigit()):
+            if any(is_held(place / g / "refs") for g in _names(place) if g.isdigit()):
                 held.add(layer)
     for name in _names(dirs.trees):
         tree, dot, suffix = name.rpartition(".")
         if not dot or suffix != "json" or tree.startswith("."):
             continue
         # One that is being taken away, or that nobody can serve, protects nothing.
-        with contextlib.suppress(DsecfsError):
-            layers = read_tree(dirs.trees, tree).layers
+        with contextlib.suppress(DsecfsError, FileNotFoundError):
+            mtime_ns = (dirs.trees / name).stat().st_mtime_ns
+            layers = _described(dirs.trees, tree, mtime_ns)
             mounted.update(layers)
             refs = dirs.trees / f"{tree}.refs"
-            if not tree.startswith("mnt-") and (not refs.is_dir() or _is_held(refs)):
+            if not tree.startswith("mnt-") and (not refs.is_dir() or is_held(refs)):
                 held.update(layers)
     # What has no head was made here and is in no store (the skeleton of containers).
     stored = frozenset(layer for layer in held if dirs.head(layer).exists())
     return InUse(stored, frozenset(mounted))
 
 
-def _is_held(refs: Path) -> bool:
-    return bool({*holders(refs)} - {*stale_holders(refs)})
+@functools.lru_cache(maxsize=4096)
+def _described(trees: Path, name: str, mtime_ns: int) -> tuple[Digest, ...]:
+    """The layers of a tree: there may be one for each container, and they do not change."""
+    return read_tree(trees, name).layers
 
 
 def _names(place: Path) -> list[str]:

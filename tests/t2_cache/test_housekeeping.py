@@ -311,6 +311,23 @@ def test_stored_states_of_strange_files(dirs: NodeDirs, packed: Packed) -> None:
         assert stored_states(dirs, packed.digest) is None
 
 
+def test_open_blobs_are_bounded_in_chunks_too(
+    dirs: NodeDirs,
+    store: CountingStore,
+    make_cache: MakeCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dsecfs.cache.chunkcache._MAX_OPEN_CHUNKS", 10)
+    cache = make_cache(store)
+    packs = [pack(store, content(4, seed=i)) for i in range(4)]
+    opened = [cache.open(p.register(dirs)) for p in packs]
+    assert cache.open(packs[3].digest) is opened[3] and cache.open(packs[2].digest) is opened[2]
+    assert cache.open(packs[0].digest) is not opened[0]
+    assert cache.close_idle(0) == 2
+    big = pack(store, content(12, seed=9))
+    assert cache.open(big.register(dirs)) is cache.open(big.digest), "one may always be open"
+
+
 def test_idle_blobs_are_closed(
     dirs: NodeDirs, store: CountingStore, make_cache: MakeCache, packed: Packed
 ) -> None:

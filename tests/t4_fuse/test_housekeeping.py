@@ -10,7 +10,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,6 +32,8 @@ from dsecfs.layers.sources.image import open_image
 from dsecfs.mount import Holder, LayerMounts
 from dsecfs.mount.fuse import mount_tree, umount_tree
 from dsecfs.mount.inuse import layers_in_use
+from dsecfs.node import Node
+from dsecfs.nodedirs import NodeDirs
 from dsecfs.store.directory import DirectoryStore
 from tests.support.mounts import needs_erofs
 from tests.t4_fuse.family import Family, wait_for, why_no_resend
@@ -51,8 +53,10 @@ def main(inherited: Any) -> int:
     from dsecfs.fuse.worker import main as real
 
     keep.SYNC_S = 0.2
-    scrub.scrub.__kwdefaults__["look_s"] = 0.05
-    scrub.verify.__kwdefaults__["after_s"] = 0.0
+    for chore, name, value in ((scrub.scrub, "look_s", 0.05), (scrub.verify, "after_s", 0.0)):
+        defaults = chore.__kwdefaults__
+        assert defaults is not None
+        defaults[name] = value
     chores.LEASE_S = chores.LOCK_S = chores.FORGET_S = 0.05
     return real(inherited)
 
@@ -144,10 +148,11 @@ def test_what_is_mounted_is_leased_whoever_dies(world: World) -> None:
     wait_for("a lease", lambda: world.leased() == {a})
     write_tree(world.dirs.trees, "rec-0123456789abcdef", [b])
     wait_for("a recording's layers", lambda: world.leased() == {a, b})
-    assert client.chores() == {"lease": {"state": "held", "layers": 2, "error": ""}, "node": True}
+    held = {"lease": {"state": "held", "layers": 2, "error": ""}, "node": True}
+    wait_for("its report", lambda: client.chores() == held)
     (old,) = {info.key.split("/")[1] for info in world.store.list("leases/")}
     world.family.kill_worker()
-    wait_for("a lease of the next worker", lambda: old not in str(list(world.store.list("leases/"))))
+    wait_for("the next one's", lambda: old not in str(list(world.store.list("leases/"))))
     assert world.leased() == {a, b}
     assert client.restart_worker()
     wait_for("one lease", lambda: len(list(world.store.list("leases/"))) == 1)
@@ -270,6 +275,24 @@ def test_a_whole_blob_of_an_earlier_boot_is_verified(world: World) -> None:
     assert pins(world.dirs, blob) and world.read(path) == world.data[0]
 
 
+def test_doctor_says_when_the_lease_is_refused() -> None:
+    from dsecfs.doctor import _daemon
+
+    class Refused:
+        def chores(self) -> dict[str, Any]:
+            return {"lease": {"state": "denied", "layers": 0, "error": "may not"}, "node": True}
+
+    class ANode:
+        dirs = NodeDirs(Path("/data"), Path("/run"))
+
+        def fs_client(self) -> Refused:
+            return Refused()
+
+    daemon, lease = _daemon(cast(Node, ANode()))
+    assert (daemon.state, lease.state) == ("ok", "warning")
+    assert "not protected from collection: may not" in lease.found and "leases/" in lease.hint
+
+
 def test_in_use_by_strange_files(world: World) -> None:
     dirs = world.dirs
     assert layers_in_use(dirs) == (frozenset(), frozenset())
@@ -309,9 +332,9 @@ def test_one_process_does_the_nodes_chores(world: World, monkeypatch: pytest.Mon
 
         return steps
 
-    assert list(first._alone(chore(1))) == [1.0]
+    assert list(first._alone(chore(1))) == [chores.LEASE_S, 1.0]
     other = second._alone(chore(2))
-    assert next(other) == chores.LOCK_S and done == [1]
+    assert [next(other), next(other)] == [chores.LEASE_S, chores.LOCK_S] and done == [1]
     os.close(first._lock_fd)
     assert next(other) == 1.0 and done == [1, 2]
     os.close(second._lock_fd)
