@@ -144,7 +144,7 @@ class Runner:
         self.sandboxes = Sandboxes(
             self._dirs,
             self.mounts,
-            self._in_namespace,
+            self.in_namespace,
             crun=self._crun,
             cgroup_parent=cgroup_parent,
         )
@@ -175,7 +175,7 @@ class Runner:
 
     def prepare(self, ranges: int = 1) -> None:
         """Make now what the first runs would make: namespaces, threads, `ranges` of ids."""
-        self._in_namespace()
+        self.in_namespace()
         self.mounts.start()
         skeleton(self._dirs)
         slots = [self._take_slot() for _ in range(ranges)]
@@ -191,7 +191,8 @@ class Runner:
             self.mounts.trees.recover()
         return cleared
 
-    def _in_namespace(self) -> RunNamespace:
+    def in_namespace(self) -> RunNamespace:
+        """The namespace in which crun runs, made at the first call."""
         with self._lock:
             if self._namespace is None:
                 self._namespace = RunNamespace(self._dirs, (self._crun, self._init))
@@ -268,7 +269,7 @@ class Runner:
                 command = self.sandboxes.command(
                     f"--log=file:{errors}", "run", *streams.options, "--bundle", str(place), sandbox
                 )
-                crun = self._in_namespace().start(
+                crun = self.in_namespace().start(
                     tree,
                     place / ROOT,
                     command,
@@ -290,7 +291,7 @@ class Runner:
 
         def kill() -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._in_namespace().run(
+                self.in_namespace().run(
                     self.sandboxes.command("kill", "--all", sandbox, "KILL"), timeout_s=GRACE_S
                 )
             cgroups.kill(self.sandboxes.cgroup(sandbox))  # should crun not have come that far

@@ -287,7 +287,7 @@ def test_version_2_counts_in_the_group_above(
 @pytest.mark.skipif(control_groups() != "hybrid", reason="only where both versions are mounted")
 def test_nothing_stays_below_the_hidden_version_2(runner: Runner, shell: Shell) -> None:
     shell.sh("true")
-    found = runner._in_namespace().run(["ls", "/sys/fs/cgroup/unified"], timeout_s=10)
+    found = runner.in_namespace().run(["ls", "/sys/fs/cgroup/unified"], timeout_s=10)
     name = runner.sandboxes.cgroup_parent.strip("/")
     assert found.returncode == 0 and name not in found.stdout.decode().split()
 
