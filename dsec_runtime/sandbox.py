@@ -26,7 +26,7 @@ from pathlib import Path
 from dsec_runtime import cgroups
 from dsec_runtime.errors import SandboxError
 from dsec_runtime.namespace import RunNamespace
-from dsec_runtime.upper import remove_tree, remove_upper
+from dsec_runtime.upper import is_claimed, remove_tree, remove_upper
 from dsecfs.errors import DsecfsError
 from dsecfs.kernel.syscalls import pidfd_open, pidfd_send_signal
 from dsecfs.layers.digest import Digest, parse_digest
@@ -168,7 +168,9 @@ class Sandboxes:
         for parent in (self._dirs.sandboxes, self._dirs.uppers):
             for name in os.listdir(parent) if parent.is_dir() else []:
                 # Claims come first: whoever is just starting has one already.
-                if _ID.match(name) and not self.record(name).exists():
+                if not _ID.match(name) or self.record(name).exists():
+                    continue
+                if parent != self._dirs.uppers or not is_claimed(parent / name):
                     remove_tree(parent / name)
 
     def _kill_crun(self, sandbox: str) -> None:

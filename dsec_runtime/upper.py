@@ -1,6 +1,7 @@
 """Where a sandbox writes: the upper of its overlay.
 
     data/uppers/<id>/           of one sandbox: `upper` and `work`, or `disk.ext4`
+    data/uppers/<id>/claim      path of the sandbox's claim, which is in the run directory
     data/uppers/blank-<n>.ext4  an empty file system of n bytes, copied for each `image` upper
 
 Kinds:
@@ -37,7 +38,7 @@ from dsecfs.kernel.syscalls import (
 )
 from dsecfs.locks import locked_file
 from dsecfs.mount.overlay import UPPER, WORK
-from dsecfs.nodedirs import NodeDirs
+from dsecfs.nodedirs import NodeDirs, age_s
 
 UpperKind = Literal["disk", "tmpfs", "image"]
 
@@ -45,6 +46,9 @@ DEFAULT_LIMIT = 4 << 30
 """Bytes of a `tmpfs` or `image` upper when the caller names none."""
 MIN_LIMIT = 4 << 20
 _MKFS_S = 60.0
+_CLAIM = "claim"
+_STARTING_S = 60.0
+"""An upper without a word of its claim may be so young that the word is still to come."""
 
 
 def open_upper(
@@ -66,6 +70,7 @@ def open_upper(
         fd = _tmpfs(limit or DEFAULT_LIMIT)
     else:
         place.mkdir(mode=0o700, parents=True)
+        (place / _CLAIM).write_bytes(os.fsencode(dirs.sandboxes / f"{sandbox}.json"))
         if kind == "disk":
             fd = open_tree(place)
         else:
@@ -161,6 +166,17 @@ def _copy_sparse(source: Path, target: Path) -> None:
                 if count == 0:
                     raise MountError(f"copy {source}: it became shorter")
                 start += count
+
+
+def is_claimed(upper: Path) -> bool:
+    """Whether the upper of a sandbox is in use by whoever uses this data directory with whatever
+    run directory."""
+    with contextlib.suppress(FileNotFoundError):
+        if claim := (upper / _CLAIM).read_bytes():
+            return Path(os.fsdecode(claim)).exists()
+    with contextlib.suppress(FileNotFoundError):
+        return age_s(upper.stat()) < _STARTING_S
+    return False
 
 
 def remove_upper(dirs: NodeDirs, sandbox: str) -> None:

@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 
-from dsec_runtime.errors import NoSuchUser, SandboxError
+from dsec_runtime.errors import NoSuchUser, ProgramNotFound, SandboxError
 from dsec_runtime.run import Runner, RunSpec
 from dsec_runtime.upper import remove_tree
 from dsec_runtime.users import find_user
 from dsecfs.kernel.mountinfo import mounts_here
+from dsecfs.kernel.namespaces import unpin_namespaces
 from dsecfs.layers.local import LocalLayer
 from dsecfs.layers.tree import Inode
+from dsecfs.nodedirs import NodeDirs
 from tests.support.node import Entry, Node, file_inode
 from tests.t5_runtime.conftest import Shell, base_entries, remains
 
@@ -97,6 +99,14 @@ def test_a_passwd_beyond_the_limit_is_cut(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(NoSuchUser):
         find_user(root, "late")
     os.close(root)
+
+
+def test_directories_like_the_kernels_are_the_images(shell: Shell) -> None:
+    with pytest.raises(SandboxError):
+        shell.run("true", cwd="/process")
+    with pytest.raises(ProgramNotFound):
+        shell.run("/devices/tool")
+    assert shell.sh("pwd", cwd="/dev/shm") == "/dev/shm\n"
 
 
 def test_devices_of_an_image(here: Node, runner: Runner) -> None:
@@ -270,6 +280,30 @@ def test_sandboxes_do_not_share_ids(here: Node, base: LocalLayer, runner: Runner
         one.stop(grace_s=0)
         assert one.wait().exit_code in (137, 143)
     for fd in pipes:
+        os.close(fd)
+
+
+def test_another_run_directory_leaves_uppers_in_use_alone(
+    here: Node, base: LocalLayer, runner: Runner
+) -> None:
+    read, write = os.pipe()
+    script = "echo kept > /file; echo ready; read line; cat /file"
+    given, give = os.pipe()
+    spec = RunSpec((base,), ("sh", "-c", script), stdin=given, stdout=write)
+    running = runner.start(spec)
+    assert os.read(read, 100) == b"ready\n"
+    lost = here.dirs.uppers / "0123456789ab"
+    lost.mkdir()
+    (lost / "claim").write_bytes(os.fsencode(here.place / "nowhere.json"))
+    other = NodeDirs(here.dirs.data, here.place / "other")
+    with Runner(other, cgroup_parent=runner.sandboxes.cgroup_parent) as second:
+        assert second.recover() == []
+    unpin_namespaces(other.run / "ns")
+    assert not lost.exists()
+    os.write(give, b"go\n")
+    assert running.wait().exit_code == 0
+    assert os.read(read, 100) == b"kept\n"
+    for fd in (read, write, given, give):
         os.close(fd)
 
 
