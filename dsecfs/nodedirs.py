@@ -26,10 +26,12 @@ one (default /run/dsec): what it says is about mounts and processes of this boot
 from __future__ import annotations
 
 import os
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsecfs.errors import BadInput
 from dsecfs.layers.digest import Digest
 
 
@@ -58,13 +60,22 @@ class NodeDirs:
         if os.geteuid() == 0:
             return NodeDirs(Path("/var/lib/dsec"), Path("/run/dsec"))
         home = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
-        run = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/dsec-{os.geteuid()}"
-        return NodeDirs(Path(home, "dsec"), Path(run, "dsec"))
+        run = os.environ.get("XDG_RUNTIME_DIR")
+        place = Path(run, "dsec") if run else Path(f"/tmp/dsec-{os.geteuid()}")
+        return NodeDirs(Path(home, "dsec"), place)
 
     def create(self) -> None:
-        """Make both roots, private to their owner."""
+        """Make both roots, private to their owner. BadInput if one is somebody else's (anybody
+        can make a directory in /tmp) or anybody may write to it."""
         for path in (self.data, self.run):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = path.stat()
+            owners = {found.st_uid, path.lstat().st_uid}
+            if not owners <= {0, os.geteuid()} or found.st_mode & stat.S_IWOTH:
+                raise BadInput(
+                    f"{path}: others can write there",
+                    hint="it must be a directory of your own, or name another one (dsec config)",
+                )
 
     @property
     def blobs(self) -> Path:
