@@ -19,7 +19,7 @@ from dsecfs.kernel.syscalls import closing, open_in_root
 MAX_FILE = 4 << 20
 """Bytes of /etc/passwd or /etc/group that are read."""
 
-_KERNEL_TREES = ("/proc", "/sys", "/dev")
+_KERNEL_TREES = {"proc", "sys", "dev"}
 """What the container has there is not what the image has."""
 
 
@@ -106,11 +106,15 @@ def find_user(root: int, text: str) -> User:
     return User(uid, gid, tuple(sorted(more - {gid})), home)
 
 
+def _is_kernels(path: str) -> bool:
+    return os.path.normpath(path).lstrip("/").partition("/")[0] in _KERNEL_TREES
+
+
 def check_directory(root: int, path: str) -> None:
     """SandboxError unless `path` is an absolute path of a directory in the tree."""
     if not path.startswith("/"):
         raise SandboxError(f"working directory {path!r}: not an absolute path")
-    if path.startswith(_KERNEL_TREES):
+    if _is_kernels(path):
         return
     try:
         os.close(open_in_root(root, path, os.O_PATH | os.O_DIRECTORY))
@@ -132,7 +136,7 @@ def check_program(root: int, program: str, cwd: str, env: Mapping[str, str]) -> 
         candidates = [os.path.join(cwd, part or ".", program) for part in path.split(":")]
     refused = ""
     for candidate in candidates:
-        if candidate.startswith(_KERNEL_TREES):
+        if _is_kernels(candidate):
             return
         try:
             fd = open_in_root(root, candidate)
