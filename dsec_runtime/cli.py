@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dsecfs.cli.complete import complete_env
+from dsecfs.cli.complete import complete_env, complete_toolkit
 from dsecfs.cli.lazy import command_settings
 from dsecfs.cli.output import mode_in_use, note, size_text
 from dsecfs.cli.parse import pairs, split_toolkits
@@ -61,6 +61,7 @@ def run(
         typer.Argument(
             help="Toolkits on top of it, then the command; put -- before a command with options.",
             metavar="[+TOOLKIT]... [-- COMMAND...]",
+            autocompletion=complete_toolkit,
         ),
     ] = None,
     variables: Annotated[

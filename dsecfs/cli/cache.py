@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dsecfs.cli.complete import complete_env
+from dsecfs.cli.complete import complete_env, complete_toolkit
 from dsecfs.cli.lazy import group
 from dsecfs.cli.output import note, progress, show_record, size_text
 from dsecfs.cli.parse import only_toolkits
@@ -56,7 +56,10 @@ def prefetch(
         ),
     ],
     toolkits: Annotated[
-        list[str] | None, typer.Argument(help="Toolkits.", metavar="[+TOOLKIT]...")
+        list[str] | None,
+        typer.Argument(
+            help="Toolkits.", metavar="[+TOOLKIT]...", autocompletion=complete_toolkit
+        ),
     ] = None,
     platform: Annotated[str, typer.Option(help="Platform.")] = "",
     wait: Annotated[bool, typer.Option(help="Wait until all of it is here.")] = True,

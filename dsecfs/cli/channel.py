@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from dsecfs.cli.complete import complete_channel, complete_layer_or_env
 from dsecfs.cli.lazy import group
 from dsecfs.cli.output import short, show_record, show_rows, time_text
 from dsecfs.cli.session import session
@@ -18,7 +19,11 @@ from dsecfs.layers.names import KINDS, Name, parse_name
 
 app = group()
 
-CHANNEL = typer.Argument(help="[KIND/]NAME@CHANNEL, e.g. toolkit/dsh@stable.", metavar="CHANNEL")
+CHANNEL = typer.Argument(
+    help="[KIND/]NAME@CHANNEL, e.g. toolkit/dsh@stable.",
+    metavar="CHANNEL",
+    autocompletion=complete_channel,
+)
 REASON = typer.Option(metavar="TEXT", help="Why, for the log.")
 
 
@@ -26,13 +31,26 @@ REASON = typer.Option(metavar="TEXT", help="Why, for the log.")
 def set_(
     channel: Annotated[str, CHANNEL],
     to: Annotated[
-        str, typer.Argument(help="A version of the name, or sha256:DIGEST.", metavar="VERSION")
+        str,
+        typer.Argument(
+            help="A version of the name, NAME:VERSION, or sha256:DIGEST.",
+            metavar="VERSION",
+            autocompletion=complete_layer_or_env,
+        ),
     ],
     reason: Annotated[str, REASON] = "",
 ) -> None:
     """Point a channel at a version."""
     catalog = session().node.catalog
     name = _channel(channel)
+    if ":" in to and not to.startswith("sha256:"):
+        given = parse_name(to)
+        if given.name != name.name or given.kind not in ("", name.kind or given.kind):
+            raise BadInput(
+                f"channel {channel[:120]} cannot point at {to[:120]}",
+                hint="a channel points at versions of its own name",
+            )
+        name, to = name.with_kind(name.kind or given.kind), given.version
     if not name.kind:
         if to.startswith("sha256:"):
             raise BadInput(f"{channel[:120]}: say the kind", hint=f"one of {', '.join(KINDS)}")

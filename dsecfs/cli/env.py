@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dsecfs.cli.complete import complete_env
+from dsecfs.cli.complete import complete_env, complete_toolkit
 from dsecfs.cli.lazy import group
 from dsecfs.cli.output import path_text, short, show_record, show_rows, size_text, time_text
 from dsecfs.cli.parse import only_toolkits, pairs
@@ -24,7 +24,9 @@ ENV = typer.Argument(
     metavar="ENV",
     autocompletion=complete_env,
 )
-TOOLKITS = typer.Argument(help="Toolkits on top of it.", metavar="[+TOOLKIT]...")
+TOOLKITS = typer.Argument(
+    help="Toolkits on top of it.", metavar="[+TOOLKIT]...", autocompletion=complete_toolkit
+)
 PLATFORM = typer.Option(help="Platform, e.g. linux/arm64.")
 
 
@@ -267,7 +269,11 @@ def explain(
     env: Annotated[str, ENV],
     words: Annotated[
         list[str],
-        typer.Argument(help="Toolkits, then the path.", metavar="[+TOOLKIT]... PATH"),
+        typer.Argument(
+            help="Toolkits, then the path.",
+            metavar="[+TOOLKIT]... PATH",
+            autocompletion=complete_toolkit,
+        ),
     ],
     platform: Annotated[str, PLATFORM] = "",
 ) -> None:

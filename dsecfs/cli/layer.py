@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from dsecfs.cli.complete import complete_env, complete_layer, complete_layer_or_env
+from dsecfs.cli.complete import (
+    complete_env,
+    complete_layer,
+    complete_layer_or_env,
+    complete_toolkit,
+)
 from dsecfs.cli.lazy import group
 from dsecfs.cli.output import (
     note,
@@ -78,6 +83,8 @@ def publish(
     from dsecfs.settings import parse_size
 
     full = layer_name(name)
+    if codec:
+        session().options.append(("codec", codec))  # refuses what is none
     node = session().node
     platform = platform or node.platform
     fronts: dict[str, tuple[str, ...]] = {}
@@ -105,7 +112,7 @@ def publish(
             at=at,
             options=BlobOptions(
                 parse_size(chunk_size),
-                codec=codec or session().settings.codec,  # type: ignore[arg-type]
+                codec=session().settings.codec,  # type: ignore[arg-type]
             ),
             progress=bars,
         )
@@ -306,7 +313,11 @@ def optimize(
     ],
     toolkits: Annotated[
         list[str] | None,
-        typer.Argument(help="Toolkits on the environment.", metavar="[+TOOLKIT]..."),
+        typer.Argument(
+            help="Toolkits on the environment.",
+            metavar="[+TOOLKIT]...",
+            autocompletion=complete_toolkit,
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,

@@ -151,6 +151,12 @@ def _set_options(values: list[str] | None) -> None:
         session().options.append((name.strip(), value))
 
 
+def _complete_setting(incomplete: str) -> list[str]:
+    from dsecfs.cli.complete import complete_setting
+
+    return complete_setting(incomplete)
+
+
 def _carrier(
     json: Annotated[
         bool | None,
@@ -190,6 +196,7 @@ def _carrier(
             "--set",
             metavar="NAME=VALUE",
             help="Give a setting another value for this once.",
+            autocompletion=_complete_setting,
             callback=_set_options,
             expose_value=False,
             rich_help_panel=PANEL,

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -83,7 +84,8 @@ def run(arguments: list[str]) -> int:
     command: Any = typer.main.get_command(app)
     finish(command, common_options())
     try:
-        code = command.main(arguments, prog_name="dsec", standalone_mode=False)
+        with _completing():
+            code = command.main(arguments, prog_name="dsec", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except typer.Abort:
         return _fail("Interrupted", "interrupted", "", 130)
@@ -108,6 +110,14 @@ def run(arguments: list[str]) -> int:
         return _usage(e, describe())
     finally:
         now.close()
+
+
+def _completing() -> AbstractContextManager[None]:
+    if "_DSEC_COMPLETE" not in os.environ:
+        return nullcontext()
+    from dsecfs.cli.complete import whole_words
+
+    return whole_words(os.environ)
 
 
 def _usage(error: Any, message: str) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsecfs.cli.complete import complete_env
+from dsecfs.cli.complete import complete_env, complete_toolkit
 from dsecfs.cli.output import mode_in_use, show_record, show_rows
 from dsecfs.cli.parse import only_toolkits
 from dsecfs.cli.session import session
@@ -26,7 +26,11 @@ def mount(
     ] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="Toolkits, then the directory.", metavar="[+TOOLKIT]... DIR"),
+        typer.Argument(
+            help="Toolkits, then the directory.",
+            metavar="[+TOOLKIT]... DIR",
+            autocompletion=complete_toolkit,
+        ),
     ] = None,
     upper: Annotated[
         str, typer.Option(metavar="DIR", help="Writable: what is written goes to DIR.")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dsecfs.cli.complete import complete_trash
 from dsecfs.cli.lazy import group
 from dsecfs.cli.output import note, progress, show_record, show_rows, size_text, time_text
 from dsecfs.cli.session import session
@@ -164,7 +165,12 @@ def trash() -> None:
 
 @app.command()
 def restore(
-    name: Annotated[str, typer.Argument(help="KIND/NAME:VERSION.", metavar="NAME")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="KIND/NAME:VERSION.", metavar="NAME", autocompletion=complete_trash
+        ),
+    ],
 ) -> None:
     """Bring back a removed name."""
     from dsecfs.layers.names import parse_name

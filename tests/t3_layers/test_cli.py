@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from typer._completion_shared import get_completion_script
 
 from dsecfs.cli.main import COMMANDS
 from tests.support.cli import Dsec
@@ -384,7 +385,7 @@ def test_what_reading_commands_do_not_import(dsec: Dsec, base: str) -> None:
     assert done.stderr == "0 []\n"
 
 
-def test_completion_of_commands_options_and_names(dsec: Dsec, base: str) -> None:
+def test_completion_of_commands_options_and_names(dsec: Dsec, base: str, toolkit: str) -> None:
     def complete(line: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "dsecfs.cli.main"],
@@ -406,6 +407,51 @@ def test_completion_of_commands_options_and_names(dsec: Dsec, base: str) -> None
     assert "used-by" in complete("dsec layer us").split()
     assert "--label" in complete("dsec layer publish --la").split()
     assert "base/debian:12" in complete("dsec layer show base/d").split()
+    assert complete("dsec run deb").split() == ["debian:12"], "the kind may be left out"
+    dsec("channel", "set", "dsh@stable", toolkit)
+    assert complete("dsec run debian:12 +d").split() == ["+dsh:1.5", "+dsh@stable"]
+    assert complete("dsec run debian:12 d").split() == []
+    assert complete("dsec channel get ").split() == ["toolkit/dsh@stable"]
+    assert complete("dsec --set fetch_t").split() == ["fetch_threads="]
+    dsec("layer", "rm", toolkit)
+    assert complete("dsec store restore t").split() == ["toolkit/dsh:1.5"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        (["run", "debian", ":", ""], ""),
+        (["run", "debian", ":", "1"], "12"),
+        (["run", "debian", ":"], "12"),
+        (["run", "debian", ":", "12", "+dsh", "@", "s"], "stable"),
+        (["run", "debian", ":", "12", "+d"], "+dsh@stable"),
+        (["layer", "show", "toolkit/dsh", ":"], "1.5"),
+    ],
+)
+def test_bash_takes_names_apart(
+    dsec: Dsec, base: str, toolkit: str, tmp_path: Path, typed: list[str], answer: str
+) -> None:
+    """As its own function calls us: words are split at what names hold, too."""
+    dsec("channel", "set", "dsh@stable", "toolkit/dsh:1.5")
+    program = tmp_path / "dsec"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m dsecfs.cli.main "$@"\n')
+    program.chmod(0o755)
+    script = """
+        COMP_WORDS=("$0" "$@"); COMP_CWORD=$#
+        _dsec_completion "$0"
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    source = get_completion_script(prog_name="dsec", complete_var="_DSEC_COMPLETE", shell="bash")
+    script = source + script
+    done = subprocess.run(
+        ["bash", "-c", script, str(program), *typed],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, **dsec.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert answer in done.stdout.split("\n"), done
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(dsec: Dsec, base: str) -> None:
