@@ -76,7 +76,10 @@ def main() -> None:
             "DSEC_DATA_DIR": str(node / "data"),
             "DSEC_RUN_DIR": str(node / "run"),
         }
-        help_, theirs, run, theirs_traced = [], [], [], []
+        help_: list[float] = []
+        theirs: list[float] = []
+        run: list[float] = []
+        theirs_traced: list[float] = []
         log = Path(top, "log")
         for number in range(given.repeat + 1):
             rows = (
