@@ -20,13 +20,16 @@ import functools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsecfs.cache import ChunkCache
 from dsecfs.cache.housekeeping import Chore, Housekeeper
 from dsecfs.fuse.config import FsConfig
 from dsecfs.fuse.trees import read_tree
 from dsecfs.layers.digest import Digest
+
+if TYPE_CHECKING:
+    from dsecfs.layers.nodelease import NodeLease
 
 LEASE_S = 5.0
 """A layer is protected from collection so long after its mount, at the latest; and how long
@@ -76,7 +79,7 @@ class Chores:
             },
             at_end=self._release,
         )
-        self._lease: Any = None
+        self._lease: NodeLease | None = None
 
     def start(self) -> None:
         """Begin; the worker serves."""
@@ -108,17 +111,20 @@ class Chores:
 
     def _keep_lease(self) -> Iterator[float]:
         yield LEASE_S  # who started us has a mount to make first
+        lease = self._the_lease()
+        while True:
+            lease.step(self._used())
+            yield LEASE_S
+
+    def _the_lease(self) -> NodeLease:
         from dsecfs.layers.nodelease import NodeLease
 
         if self._lease is None:
             self._lease = NodeLease(self._cache.store, Path(self._config.state, "fs.lease"))
-        while True:
-            self._lease.step(self._used())
-            yield LEASE_S
+        return self._lease
 
     def _release(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
+        self._the_lease().release()
 
     def _used(self) -> Iterable[Digest]:
         from dsecfs.mount.inuse import layers_in_use

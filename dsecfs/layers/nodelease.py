@@ -103,12 +103,15 @@ class NodeLease:
             self.report = LeaseReport(state, len(self._listed), "")
 
     def release(self) -> None:
-        """End the lease: nothing of this node's is mounted any more."""
+        """End the lease, a predecessor's too: nothing is in use here any more. StoreError."""
+        if self._old is not None:
+            old, self._old = self._old, None
+            self._remove_old(old)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
             self._listed = set()
-            self._note.unlink(missing_ok=True)
+        self._note.unlink(missing_ok=True)
 
     def _bring_in_line(self, now: float) -> None:
         wanted = set(self._seen) - self._missing

@@ -200,6 +200,15 @@ def test_a_successor_takes_over(world: World, may_delete: bool) -> None:
     assert successor.report.state == "held"
 
 
+def test_a_successor_that_ends_at_once_removes_the_old_lease(world: World) -> None:
+    world.lease().step(world.layers)
+    world.lease().release()
+    assert world.records() == [] and not world.note.exists()
+    opened = world.opened
+    world.lease().release()
+    assert world.opened == opened, "nothing to remove: the store is not asked"
+
+
 def test_a_successor_with_nothing_mounted_removes_the_old_lease(world: World) -> None:
     world.lease().step(world.layers)
     world.lease().step([])
