@@ -104,6 +104,11 @@ def import_image(
     """
     if not name.version or name.kind not in ("", "env", "base"):
         raise BadInput(f"cannot import an image as {name}", hint="expected NAME:VERSION")
+    if any(layer.diff_id is None for layer in image.layers):
+        raise BadInput(
+            f"{image.spec[:200]}: a plain tree, not an image",
+            hint="dsec layer publish SOURCE base/NAME:VERSION makes a layer of it",
+        )
     base_name = name.with_kind("base")
     platform = _platform(image.config.platform)
     with Lease(store, "publish") as lease:
@@ -246,7 +251,7 @@ class _Importer:
         blobs = (blob,) if blob else ()
         refs = [b.ref for b in blobs]
         if layer.diff_id is None:
-            raise BadInput(f"{task} of the image has no diff id", hint="publish it as a layer")
+            raise BadInput(f"{task}: a plain tree, not a layer of an image")
         notes = tree.notes + _drop_marks(tree.root)
         marked = _mark(tree)
         published = publish_tree(

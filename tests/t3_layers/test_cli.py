@@ -334,6 +334,14 @@ def test_a_command_line_that_makes_no_sense(dsec: Dsec, words: tuple[str, ...], 
     assert part in dsec(*words, code=2).error
 
 
+def test_a_plain_archive_is_no_image(dsec: Dsec, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    said = dsec("image", "import", f"dir:{tmp_path}/tree", "swe/x:1", code=2).error
+    assert "dsec layer publish" in said
+    words = ("layer", "publish", str(tmp_path / "tree"), "toolkit/x:1")
+    assert "lz4, zstd" in dsec(*words, "--codec", "lz5", code=2).error
+
+
 def test_debug_shows_where_an_error_came_from(dsec: Dsec) -> None:
     plain = child(dsec, "layer", "show", "none:1")
     assert plain.returncode == 3 and "Traceback" not in plain.stderr

@@ -16,6 +16,7 @@ import pytest
 
 from dsecfs.errors import BadInput, Conflict, Corrupt, DsecfsError, NotFound, UnsafeArchive
 from dsecfs.layers.catalog import Catalog
+from dsecfs.layers.digest import Digest
 from dsecfs.layers.environment import ProcessDefaults
 from dsecfs.layers.image import STEPS, Imported, import_image
 from dsecfs.layers.names import parse_name
@@ -338,6 +339,6 @@ def test_errors_are_ours(store: DirectoryStore) -> None:
     def load(*_: Any) -> Any:
         raise BadInput("layer says no")
 
-    layer = ImageLayer(None, 0, load)
+    layer = ImageLayer(Digest("0" * 64), 0, load)
     with pytest.raises(DsecfsError, match="says no"):
         import_image(store, Image("t", ImageConfig(Platform("linux", "amd64")), (layer,)), NAME)

@@ -26,6 +26,8 @@ from dsecfs.errors import (
     DsecfsError,
     FormatError,
     NotFound,
+    StoreDenied,
+    StoreUnavailable,
     Unsupported,
 )
 from dsecfs.layers.merge import LayerTree, merge
@@ -581,7 +583,7 @@ def test_registry(registry: str, layout: Path, tmp_path: Path) -> None:
     if "auth:" in (tmp_path / "registry.yml").read_text():
         login = base64.b64encode(b"joe:hunter3").decode()
         authfile.write_text(json.dumps({"auths": {registry: {"auth": login}}}))
-        with pytest.raises(BadInput, match="credentials") as e:
+        with pytest.raises(StoreDenied, match="credentials") as e:
             open_image(name, registry=options)
         assert "hunter" not in str(e.value) and login not in str(e.value)
         return
@@ -599,6 +601,15 @@ def test_a_silent_registry_meets_the_deadline(tmp_path: Path) -> None:
         with pytest.raises(DeadlineExceeded, match="within 1 s"):
             open_image(f"docker://127.0.0.1:{s.getsockname()[1]}/x:1", registry=options)
     assert list(tmp_path.iterdir()) == []
+
+
+@need("skopeo")
+def test_a_registry_that_is_away_may_be_asked_again(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # nobody listens
+        with pytest.raises(StoreUnavailable, match="network") as e:
+            open_image(f"docker://127.0.0.1:{s.getsockname()[1]}/x:1")
+    assert e.value.recoverable
 
 
 def test_references_and_secrets() -> None:

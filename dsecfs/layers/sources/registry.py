@@ -11,7 +11,15 @@ import shutil
 import subprocess
 import tempfile
 
-from dsecfs.errors import BadInput, DeadlineExceeded, NotFound, Unsupported
+from dsecfs.errors import (
+    BadInput,
+    DeadlineExceeded,
+    DsecfsError,
+    NotFound,
+    StoreDenied,
+    StoreUnavailable,
+    Unsupported,
+)
 from dsecfs.layers.sources.image import Image, Platform, RegistryOptions
 from dsecfs.layers.sources.oci import DirectoryFiles, image_of_layout
 
@@ -27,6 +35,14 @@ _SECRETS = re.compile(
     r"|((?:token|password|secret|authorization)[\"']?[=:]\s*)(?:(?:bearer|basic)\s+)?\S+"
     r"|((?:bearer|basic)\s+)\S+"
 )
+
+
+_DENIED = re.compile(r"(?i)unauthorized|authentication required|denied|status (?:code )?40[13]")
+_AWAY = re.compile(
+    r"(?i)connection re(?:fused|set)|no such host|no route|network is unreachable|timeout|EOF"
+    r"|server misbehaving|too ?many ?requests|status (?:code )?(?:429|5\d\d)|service unavailable"
+)
+"""Go's and the registry API's words for what asking again, or other credentials, may cure."""
 
 
 def open_registry(spec: str, *, platform: Platform | None, options: RegistryOptions) -> Image:
@@ -75,14 +91,20 @@ def _scrub(text: str) -> str:
     return _SECRETS.sub(lambda m: "".join(g for g in m.groups() if g) + "…", text)
 
 
-def _failure(spec: str, stderr: bytes) -> BadInput | NotFound:
+def _failure(spec: str, stderr: bytes) -> DsecfsError:
     """What skopeo said, in one line, without secrets, as an error of ours."""
     lines = stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"]
     said = re.search(r'msg="(.*)"', lines[-1])
     text = _scrub(said[1] if said else lines[-1])[:500]
     if "manifest unknown" in text or "name unknown" in text or "no image found" in text:
         return NotFound(f"{spec}: not in the registry: {text}")
-    hint = "check the name, the network and the credentials file"
+    message = f"{spec}: skopeo cannot copy it: {text}"
     if "HTTP response to HTTPS client" in text or "x509" in text:
-        hint = "the registry has no valid TLS; allow it explicitly if that is intended"
-    return BadInput(f"{spec}: skopeo cannot copy it: {text}", hint=hint)
+        return BadInput(
+            message, hint="the registry has no valid TLS; --no-tls-verify if that is intended"
+        )
+    if _DENIED.search(text):
+        return StoreDenied(message, hint="check the name and the credentials (--authfile)")
+    if _AWAY.search(text):
+        return StoreUnavailable(message, hint="check the registry's name and the network")
+    return BadInput(message, hint="check the name, the network and the credentials file")
