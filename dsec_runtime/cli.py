@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from dsecfs.cli.lazy import command_settings
 from dsecfs.cli.output import mode_in_use, note, size_text
 from dsecfs.cli.parse import pairs, split_toolkits
 from dsecfs.cli.session import session
-from dsecfs.errors import BadInput
+from dsecfs.errors import BadInput, Unsupported
 
 if TYPE_CHECKING:
     from dsec_runtime.run import RunSpec
@@ -182,6 +183,8 @@ def _run(
 ) -> RunResult:
     from dsec_runtime.run import run_container
 
+    if os.geteuid() != 0:  # said before anything is started or mounted
+        raise Unsupported("run a container: not root", hint="run it as root")
     mode, why = mode_in_use()
     client = node.start_fs()
     steps.done("file system")

@@ -16,6 +16,7 @@ from dsecfs.fuse.config import mount_state
 from dsecfs.kernel.mountinfo import mount_at
 from tests.support.cli import Dsec
 from tests.t4_fuse.family import why_no_resend
+from tests.t4_fuse.test_tree_mount import OPEN_DEV_FUSE, READ_ANYTHING, why_no_unprivileged
 from tests.t5_runtime.conftest import why_no_containers
 
 _WHY = why_no_containers() or why_no_resend()
@@ -160,3 +161,52 @@ def test_a_mount_whose_daemon_was_killed(dsec: Dsec, then: str) -> None:
         assert (target / "etc/passwd").exists()
         dsec("umount", str(target))
     assert mount_at(target) is None and left(dsec) == [] and dsec("mount").json == []
+
+
+@pytest.mark.skipif(bool(why_no_unprivileged()), reason=why_no_unprivileged() or "-")
+def test_a_user_mounts_without_root(dsec: Dsec) -> None:
+    """In a mount namespace where /dev/fuse is everybody's, as Debian's udev has it."""
+    place = dsec.place / "user"
+    (place / "mnt").mkdir(parents=True)
+    os.chown(place, 65534, 65534)
+    os.chown(place / "mnt", 65534, 65534)
+    dsec.place.chmod(0o755)
+    code = (
+        "import contextlib, io, json, os, sys\n"
+        "from dsecfs.cli.main import run\n"
+        "place, store = sys.argv[1:]\n"
+        "os.environ |= {'DSEC_CONFIG': '', 'DSEC_STORE': 'file:' + store,\n"
+        "    'DSEC_DATA_DIR': place + '/data', 'DSEC_RUN_DIR': place + '/run'}\n"
+        "def dsec(*words):\n"
+        "    out, err = io.StringIO(), io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
+        "        code = run(list(words))\n"
+        "    return code, out.getvalue(), err.getvalue()\n"
+        "said = [os.getuid(), dsec('mount', 'box:1', place + '/mnt')]\n"
+        "said += [open(place + '/mnt/etc/group').readline(), dsec('mount')]\n"
+        "said += [dsec('umount', place + '/mnt'), os.listdir(place + '/mnt'), dsec('mount')]\n"
+        "said += [sorted(os.listdir(place + '/run/trees')), dsec('run', 'box:1', 'true')]\n"
+        "print(json.dumps(said))\n"
+    )
+    done = subprocess.run(
+        [
+            *("unshare", "--mount", "--propagation", "private", "sh", "-ec", OPEN_DEV_FUSE),
+            *(str(dsec.place / "fuse"), "setpriv", "--reuid=65534", "--regid=65534"),
+            *("--clear-groups", *READ_ANYTHING, sys.executable, "-c", code),
+            *(str(place), str(dsec.place / "store")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    uid, mounted, line, listed, gone, left_there, empty, trees, run = json.loads(done.stdout)
+    assert (uid, line, left_there, trees) == (65534, "root:x:0:\n", [], [])
+    assert mounted[0] == 0 and json.loads(mounted[1])["mode"] == "fuse"
+    assert mounted[2] == "dsec: fuse mode: not root: kernel mounts need root\n"
+    assert json.loads(listed[1])[0]["state"] == "mounted"
+    assert gone[0] == 0 and json.loads(empty[1]) == []
+    assert (run[0], run[2]) == (8, "dsec: run a container: not root; run it as root\n")
+    assert not (place / "run/fs.sock").exists(), "no daemon was started for it"
