@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,10 @@ READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tri
 
 OPEN_FILES = (65536, 1 << 20)
 """Soft and hard RLIMIT_NOFILE, as far as our own hard limit allows."""
+MAX_WORD = 32 * 4096
+"""Bytes of one argument or variable and its NUL (MAX_ARG_STRLEN, uapi/linux/binfmts.h)."""
+MAX_WORDS = 6 << 20
+"""Bytes of all of them, and at most a quarter of the stack (execve(2))."""
 SHM_BYTES = 64 << 20
 CPU_PERIOD_US = 100_000
 OOM_SCORE = 500
@@ -128,6 +132,27 @@ class Process:
     console: Mapping[str, int] | None
     """Size of its terminal as {"height", "width"} in characters; None without a terminal."""
     no_new_privileges: bool
+
+
+def check_size(args: Sequence[str], env: Mapping[str, str]) -> None:
+    """BadInput for what execve(2) would refuse, which only PID 1 could say: with exit code 1."""
+    words = [*args, *(f"{name}={value}" for name, value in env.items())]
+    sizes = [len(os.fsencode(word)) + 1 for word in words]
+    for word, size in zip(words, sizes, strict=True):
+        if size > MAX_WORD:
+            raise BadInput(
+                f"argument or variable {word[:40]!r}… of {size - 1} bytes",
+                hint=f"the kernel takes {MAX_WORD - 1}; use a file",
+            )
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    most = MAX_WORDS if stack == resource.RLIM_INFINITY else min(MAX_WORDS, stack // 4)
+    # PID 1's own words come on top.
+    needed = sum(sizes) + 8 * len(words) + 4096
+    if needed > max(most, MAX_WORD):
+        raise BadInput(
+            f"arguments and variables of {needed} bytes in all",
+            hint=f"the kernel takes {max(most, MAX_WORD)}; use a file",
+        )
 
 
 def environment(env: Mapping[str, str]) -> list[str]:

@@ -20,18 +20,22 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from dsec_runtime.bundle import Limits, control_groups, counts_swap
 from dsec_runtime.errors import SandboxError
-from dsecfs.kernel.syscalls import closing
+from dsecfs.errors import MountError
+from dsecfs.kernel.syscalls import closing, pidfd_open, pidfd_send_signal
 
 BASE = Path("/sys/fs/cgroup")
 END_S = 10.0
 """Longest wait for killed processes to be gone."""
+
+_BATCH = 64
+"""Processes that are killed at a time; a descriptor of each is open then."""
 
 Limit = Literal["memory", "pids"]
 
@@ -127,14 +131,34 @@ def kill(cgroup: str) -> None:
 def _kill_in(group: Path) -> None:
     """Of one group alone. crun freezes it first, and one that is killed then leaves it frozen;
     in version 1 the frozen do not even die of SIGKILL."""
-    with contextlib.suppress(OSError):
-        for line in (group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(line), signal.SIGKILL)
+    # MountError is what our system calls raise: too many open files; `remove` tries again.
+    with contextlib.suppress(OSError, MountError):
+        pids = _processes(group)
+        for at in range(0, len(pids), _BATCH):
+            _kill_processes(group, pids[at : at + _BATCH])
     for name, thaw in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
         if (group / name).exists():
             with contextlib.suppress(OSError):
                 (group / name).write_text(thaw)
+
+
+def _processes(group: Path) -> list[int]:
+    """Process ids; without the 0 that stands for processes of other pid namespaces (kill(2)
+    would take it for our own group)."""
+    return [pid for line in (group / "cgroup.procs").read_text().split() if (pid := int(line))]
+
+
+def _kill_processes(group: Path, pids: Sequence[int]) -> None:
+    """An id may be another process's by now, but not any more once a descriptor of it is open."""
+    with contextlib.ExitStack() as stack:
+        held = {}
+        for pid in pids:
+            fd = pidfd_open(pid)
+            if fd is not None:
+                stack.callback(os.close, fd)
+                held[pid] = fd
+        for pid in set(_processes(group)) & set(held):
+            pidfd_send_signal(held[pid], signal.SIGKILL)
 
 
 def remove(cgroup: str) -> None:

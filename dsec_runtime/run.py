@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from dsec_runtime import cgroups
-from dsec_runtime.bundle import ROOT, Limits, Process, config
+from dsec_runtime.bundle import ROOT, Limits, Process, check_size, config
 from dsec_runtime.cgroups import LimitWatch
 from dsec_runtime.namespace import RunNamespace
 from dsec_runtime.reaper import reaper
@@ -398,6 +398,7 @@ def _resolve(spec: RunSpec, tree: int) -> Process:
     if spec.tty:
         env["TERM"] = "xterm"
     env.update(spec.env)
+    check_size(spec.args, env)
     check_directory(tree, spec.cwd)
     check_program(tree, spec.args[0], spec.cwd, env)
     console = None

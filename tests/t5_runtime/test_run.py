@@ -105,6 +105,18 @@ def test_bad_environment_is_refused(shell: Shell, name: str) -> None:
         shell.run("true", env={name: "x"})
 
 
+def test_what_execve_does_not_take_is_refused(shell: Shell) -> None:
+    most = "x" * (128 * 1024 - 1)
+    assert shell.run("true", most)[0].exit_code == 0
+    with pytest.raises(BadInput):
+        shell.run("true", most + "x")
+    with pytest.raises(BadInput):
+        shell.run("true", env={"A": most})
+    with pytest.raises(BadInput):
+        shell.run("true", *["x" * 1000] * 7000)
+    assert shell.run("true", *["x" * 1000] * 2000)[0].exit_code == 0
+
+
 def test_working_directory(shell: Shell) -> None:
     assert shell.sh("pwd", cwd="/home/bob") == "/home/bob\n"
     for bad in ("/nowhere", "/etc/passwd"):
