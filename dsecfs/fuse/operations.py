@@ -30,6 +30,7 @@ from dsecfs.errors import (
     BadInput,
     Busy,
     DsecfsError,
+    FormatError,
     NotFound,
     Unsupported,
 )
@@ -134,7 +135,13 @@ def _guarded(number: int) -> Callable[[F], F]:
             if slot >= 0:
                 self.page.note(slot, number, ino, a, b)
             try:
-                return await handler(self, ino, *args)
+                try:
+                    return await handler(self, ino, *args)
+                except FormatError:
+                    # A layer's image was damaged on this node, and is mended by now.
+                    if not self.reopened(ino):
+                        raise
+                    return await handler(self, ino, *args)
             except FUSEError:
                 raise
             except Exception as e:
@@ -214,8 +221,15 @@ class Handlers(pyfuse3.Operations):
         if self.suspects.pop(key, None) is not None:
             self.page.acquit(key)
 
+    def _split(self, ino: int) -> tuple[int, int]:
+        return split_ino(self._root if ino == pyfuse3.ROOT_INODE else ino)
+
+    def reopened(self, ino: int) -> bool:
+        """Whether what `ino` belongs to has other files on disk than were open."""
+        return self._spaces.reopen(self._split(ino)[0])
+
     def _find(self, ino: int) -> tuple[Space, int]:
-        slot, node = split_ino(self._root if ino == pyfuse3.ROOT_INODE else ino)
+        slot, node = self._split(ino)
         return self._spaces.get(slot), node
 
     def _entry(self, ino: int, space: Space, node: int) -> EntryAttributes:

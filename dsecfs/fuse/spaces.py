@@ -93,15 +93,19 @@ class Bounded(OrderedDict[K, V]):
 
     def keep(self, key: K, value: V) -> V:
         """Enter a value; what was used longest ago may be forgotten."""
-        old = self.pop(key, None)
-        if old is not None:
-            self._weight -= self._weigh(old)
+        self.drop(key)
         self[key] = value
         self._weight += self._weigh(value)
         while self._weight > self._limit and len(self) > 1:
             _, oldest = self.popitem(last=False)
             self._weight -= self._weigh(oldest)
         return value
+
+    def drop(self, key: K) -> None:
+        """Forget a value, if there is one."""
+        old = self.pop(key, None)
+        if old is not None:
+            self._weight -= self._weigh(old)
 
 
 def numbered(entries: Iterable[tuple[bytes, int]], start: int) -> Iterator[DirEntry]:

@@ -22,6 +22,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from dsecfs.errors import BadInput, DsecfsError, NotFound
@@ -94,6 +95,28 @@ def _unpack(key: bytes, middle: int = 0) -> tuple[str, bytes, tuple[Digest, ...]
     return key[2:end].decode(), key[end : end + middle], tuple(map(Digest, digests))
 
 
+def _layers(key: bytes) -> tuple[Digest, ...]:
+    """The layers of a tree's key; none if it is not one."""
+    if key[:1] not in (b"t", b"s"):
+        return ()
+    return _unpack(key, _RANGE.size if key[:1] == b"s" else 0)[2]
+
+
+class _Opened(NamedTuple):
+    """A layer's image and which file it was."""
+
+    identity: tuple[int, int] | None
+    image: ErofsImage
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return None
+    return info.st_ino, info.st_mtime_ns
+
+
 def _tree_key(name: str, tree: TreeSpec) -> bytes:
     if tree.owners is None:
         return _pack(b"t", name, *tree.layers)
@@ -108,7 +131,7 @@ class Spaces:
         self._slots = slots
         self._source = source
         self._open: Bounded[int, Space] = Bounded(_KEPT_SPACES)
-        self._images: Bounded[Digest, ErofsImage] = Bounded(_KEPT_IMAGES)
+        self._images: Bounded[Digest, _Opened] = Bounded(_KEPT_IMAGES)
         self._merges: WeakValueDictionary[tuple[Digest, ...], MergedTree] = WeakValueDictionary()
         self._traces: WeakValueDictionary[str, Recording] = WeakValueDictionary()
         self._top = _Top(self)
@@ -162,10 +185,31 @@ class Spaces:
         return open_recorded
 
     def _image(self, layer: Digest) -> ErofsImage:
-        image = self._images.use(layer)
-        if image is None:
-            image = self._images.keep(layer, ErofsImage.open(self._dirs.meta(layer)))
-        return image
+        opened = self._images.use(layer)
+        if opened is None:
+            path = self._dirs.meta(layer)
+            opened = self._images.keep(layer, _Opened(_identity(path), ErofsImage.open(path)))
+        return opened.image
+
+    def reopen(self, slot: int) -> bool:
+        """Let go of images of a tree that were replaced on disk since they were opened; whether
+        there were any. Numbers stay what they are: they follow from the layers' content."""
+        replaced = {
+            layer
+            for layer in _layers(self._slots.key(slot) if slot else b"")
+            if (opened := self._images.get(layer)) is not None
+            and opened.identity != _identity(self._dirs.meta(layer))
+        }
+        if not replaced:
+            return False
+        log.warning("images of layers were replaced: %s", ", ".join(d[:12] for d in replaced))
+        for layer in replaced:
+            self._images.drop(layer)
+        for other in [s for s in self._open if replaced.intersection(_layers(self._slots.key(s)))]:
+            self._open.drop(other)
+        for layers in [m for m in self._merges if replaced.intersection(m)]:
+            self._merges.pop(layers, None)
+        return True
 
     def trace(self, name: str) -> Recording:
         trace = self._traces.get(name)

@@ -369,3 +369,25 @@ def test_another_file_systems_mount_is_left_alone(tmp_path: Path) -> None:
             assert recover_stale(tmp_path) is False
         finally:
             assert umount(tmp_path, detach=True)
+
+
+def test_a_damaged_image_that_was_replaced(served: Layers) -> None:
+    """Trees that have it open go on with the new file, at the first read that shows the damage."""
+    f = served.family
+    layer = wide_layer(served, 400)
+    one, two = served.compose("one", [layer]), served.compose("two", [wide_layer(served, 3), layer])
+    image = f.dirs.meta(layer)
+    good = image.read_bytes()
+    for tree in (one, two):
+        assert (tree / "wide" / "file-00007").read_bytes() == b"7"
+    with image.open("r+b") as file:
+        file.seek(BLOCK)
+        file.write(bytes(len(good) - BLOCK))
+    for tree in (one, two):
+        with pytest.raises(OSError):
+            os.lstat(tree / "wide" / "file-00300")
+    image.with_suffix(".new").write_bytes(good)
+    image.with_suffix(".new").replace(image)
+    for tree in (one, two):
+        assert os.readlink(tree / "wide" / "file-00301") == "x"
+    assert len(os.listdir(one / "wide")) == 401

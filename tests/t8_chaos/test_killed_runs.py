@@ -98,7 +98,7 @@ class Killed:
             str(path.relative_to(top))
             for place in (dirs.run, dirs.uppers)
             for path in _below(place, skip=dirs.fs)
-            if not path.name.startswith("fs.log")
+            if not path.name.startswith("fs.")
         }
         groups = {str(p) for place in places(self.parent) for p in place.rglob("*") if p.is_dir()}
         spaces = sorted((dirs.run / "ns").iterdir()) if (dirs.run / "ns").is_dir() else []
