@@ -72,6 +72,14 @@ def publish(
     label: Annotated[
         list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Attach a label.")
     ] = None,
+    git: Annotated[
+        bool | None,
+        typer.Option(
+            "--git/--no-git",
+            help="Prepare git work trees so that git status opens no unchanged file "
+            "(default: in workspaces).",
+        ),
+    ] = None,
     platform: Annotated[str, typer.Option(help="Platform, e.g. linux/arm64.")] = "",
     codec: Annotated[str, typer.Option(help="lz4, zstd or raw (default: as configured).")] = "",
     chunk_size: Annotated[str, typer.Option(help="Bytes in a chunk, a power of two.")] = "256KiB",
@@ -110,6 +118,7 @@ def publish(
             full,
             meta,
             at=at,
+            git=git,
             options=BlobOptions(
                 parse_size(chunk_size),
                 codec=session().settings.codec,  # type: ignore[arg-type]
