@@ -40,6 +40,8 @@ _SUFFIX = ".kernel"
 
 def _place(target: Path) -> Path:
     """The target without symlinks on the way; the last component must not be one."""
+    if target.name == "..":
+        return Path(os.path.realpath(target))
     return Path(os.path.realpath(target.parent), target.name)
 
 
@@ -97,8 +99,30 @@ def _mount_env(
 ) -> None:
     if not layers:
         raise BadInput(f"mount on {target}: no layers", hint="name an environment or a layer")
-    if target.is_symlink() or not target.is_dir():
-        raise BadInput(f"mount on {target}: not a directory", hint="make it first")
+    with closing(_open_target(target)) as place:
+        _mount_at(place, mounts, dirs, layers, target, upper)
+
+
+def _open_target(target: Path) -> int:
+    """The directory itself: who may write above it could put a link there before it is used."""
+    try:
+        fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        raise BadInput(f"mount on {target}: not a directory", hint="make it first") from None
+    if os.readlink(f"/proc/self/fd/{fd}") != str(_place(target)):
+        os.close(fd)
+        raise Conflict(f"mount on {target}: it was moved meanwhile", hint="try again")
+    return fd
+
+
+def _mount_at(
+    place: int,
+    mounts: LayerMounts,
+    dirs: NodeDirs,
+    layers: Sequence[LocalLayer],
+    target: Path,
+    upper: Path | None,
+) -> None:
     path = _claim_path(dirs, target)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (stale := Claim.take(path)) is not None:
@@ -135,7 +159,7 @@ def _mount_env(
             stack.callback(os.close, tree)
             device = os.fstat(tree).st_dev
             claim.write({**content, "device": f"{os.major(device)}:{os.minor(device)}"})
-            move_mount(tree, target)
+            move_mount(tree, "", at=place)
     except BaseException:
         _release(mounts, claim)
         raise

@@ -485,6 +485,28 @@ def test_recovery_releases_a_mount_that_others_unmounted(here: Node, mounts: Lay
     umount_env(here.dirs, target, mounts=mounts)
 
 
+def test_a_target_that_becomes_a_link_is_not_followed(
+    here: Node, mounts: LayerMounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = here.layer({"f": HELLO})
+    target, moved, victim = (here.place / name for name in ("target", "moved", "victim"))
+    target.mkdir()
+    victim.mkdir()
+    acquire = mounts.acquire
+
+    def swap(layer: LocalLayer, holder: Holder) -> Path:
+        target.rename(moved)
+        target.symlink_to(victim)
+        return acquire(layer, holder)
+
+    monkeypatch.setattr(mounts, "acquire", swap)
+    mount_env(here.dirs, [base], target, mounts=mounts)
+    assert os.listdir(victim) == [] and os.listdir(moved) == ["f"]
+    assert umount(moved)
+    recover_mounts(here.dirs, mounts=mounts)
+    assert generations(mounts, base) == [[]]
+
+
 @pytest.mark.parametrize("bad", ["missing", "file", "link"])
 def test_a_bad_target_is_refused(here: Node, mounts: LayerMounts, bad: str) -> None:
     (here.place / "file").touch()
