@@ -115,7 +115,7 @@ def ensure_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
                 raise Conflict(
                     f"FUSE daemon: one runs for {key} {status[key]!r}, not "
                     f"{getattr(config, key)!r}",
-                    hint="stop it, or use another run directory",
+                    hint="dsec fs stop ends it when nothing uses it; or set another run_dir",
                 )
         if status["draining"]:
             raise Busy(
