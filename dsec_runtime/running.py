@@ -94,6 +94,7 @@ class Running:
         self._timed_out = False
         self._kill_at: float | None = None
         self._killed = False
+        self._ended = False
 
     @property
     def pid(self) -> int:
@@ -103,8 +104,11 @@ class Running:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the program. May be called from a signal handler.
 
-        SIGKILL kills the container; SIGSTOP, which crun cannot pass on, does nothing.
+        SIGKILL kills the container; SIGSTOP, which crun cannot pass on, does nothing. Nor does
+        anything once the program has ended: crun's process id may be another's by then.
         """
+        if self._ended:
+            return
         if number == signal.SIGKILL:
             self._kill_at = time.monotonic()
             os.eventfd_write(self._wake, 1)
@@ -120,6 +124,8 @@ class Running:
 
     def stop(self, number: signal.Signals = signal.SIGTERM, grace_s: float = GRACE_S) -> None:
         """Ask the program to end; after `grace_s` (at once when asked again) it is killed."""
+        if self._ended:
+            return
         now = time.monotonic()
         self._kill_at = now + grace_s if self._kill_at is None else now
         self.send(number)
@@ -133,6 +139,7 @@ class Running:
         hit: frozenset[Limit] = frozenset()
         try:
             code = self._wait()
+            self._ended = True
             hit = self._watch.hit()
             if code < 0:
                 self._kill()  # crun was killed, and left its container
@@ -144,12 +151,14 @@ class Running:
         except BaseException:
             self._kill()
             self._process.kill()
-            self._process.wait(KILLED_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the error that led here counts
+                self._process.wait(KILLED_S)
             raise
         finally:
-            os.close(self._wake)
+            self._ended = True
             self._watch.close()
             self._clear()
+            os.close(self._wake)
             self._clock.lap("clear")
         if code < 0:
             raise SandboxError(
