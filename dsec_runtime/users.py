@@ -7,8 +7,10 @@ never more than MAX_FILE bytes, and opening never waits (a fifo named /etc/passw
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,9 @@ from dsecfs.kernel.syscalls import closing, open_in_root
 MAX_FILE = 4 << 20
 """Bytes of /etc/passwd or /etc/group that are read."""
 
+_PT_INTERP = 3
+_MAX_HEADERS = 64
+"""Program headers that are looked at; linkers put PT_INTERP among the first."""
 _KERNEL_TREES = {"proc", "sys", "dev"}
 """What the container has there is not what the image has."""
 
@@ -145,6 +150,7 @@ def check_program(root: int, program: str, cwd: str, env: Mapping[str, str]) -> 
         with closing(fd):
             mode = os.fstat(fd).st_mode
         if stat.S_ISREG(mode) and mode & 0o111:
+            _check_interpreter(root, candidate)
             return
         refused = candidate
     if refused:
@@ -154,3 +160,58 @@ def check_program(root: int, program: str, cwd: str, env: Mapping[str, str]) -> 
         f"no program {program[:200]!r}{where} of the environment",
         hint="check its name, or add the toolkit that has it",
     )
+
+
+def _check_interpreter(root: int, program: str) -> None:
+    """NotExecutable if what the kernel starts a script or a dynamic program with is missing:
+    execve(2) then says that there is no such file, which is puzzling."""
+    try:
+        fd = open_in_root(root, program, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return  # execve(2) shall say what it thinks of it
+    with closing(fd):
+        try:
+            name = _interpreter(fd)
+        except (OSError, struct.error, OverflowError):
+            return
+    if not name.startswith("/") or _is_kernels(name):
+        return
+    try:
+        os.close(open_in_root(root, name))
+    except OSError as e:
+        if e.errno == errno.ENOENT:
+            raise NotExecutable(
+                f"{program}: its interpreter {name[:200]!r} is not in the environment",
+                hint="take an environment or a toolkit that has it",
+            ) from None
+
+
+def _interpreter(fd: int) -> str:
+    """What follows `#!`, or the PT_INTERP of an ELF file (elf(5)) of this machine; "" if none."""
+    head = os.pread(fd, 256, 0)
+    if head.startswith(b"#!"):
+        words = head[2:].partition(b"\n")[0].split(None, 1)
+        return os.fsdecode(words[0]) if words else ""
+    if head[:6] not in (b"\x7fELF\2\1", b"\x7fELF\1\1"):
+        return ""
+    if wide := head[4] == 2:
+        (table,), (size, count) = (
+            struct.unpack_from("<Q", head, 32),
+            struct.unpack_from("<HH", head, 54),
+        )
+    else:
+        (table,), (size, count) = (
+            struct.unpack_from("<I", head, 28),
+            struct.unpack_from("<HH", head, 42),
+        )
+    for number in range(min(count, _MAX_HEADERS)):
+        header = os.pread(fd, 56, table + number * size)
+        (kind,) = struct.unpack_from("<I", header)
+        if kind == _PT_INTERP:
+            at, length = (
+                struct.unpack_from("<Q16xQ", header, 8)
+                if wide
+                else struct.unpack_from("<I8xI", header, 4)
+            )
+            return os.fsdecode(os.pread(fd, min(length, 4096), at).partition(b"\0")[0])
+    return ""
