@@ -123,10 +123,12 @@ def test_publishers_race_collectors(top: Path, own: Store) -> None:
     assert deleted > 0, "sometimes the collector came first"
 
 
-def test_a_mounted_layer_stays(top: Path, own: Store, modes: tuple[Mode, ...]) -> None:
+def test_what_is_mounted_stays_while_its_node_can_say_so(
+    top: Path, own: Store, modes: tuple[Mode, ...]
+) -> None:
     content = publish(own, top, name="mounted")
     with node(top / "node", own, content, modes, entry=DEFAULT_ENTRY) as n:
-        wait_for("the node's lease", lambda: _leased(top), HANG_S)
+        wait_for("the node's lease", lambda: leases(top, "node-"), HANG_S)
         for number in range(len(content.layers)):
             Catalog(own).remove_ref(Name("base", "mounted", str(number)))
         age(top, TRASH_S + GRACE_S)
@@ -136,39 +138,17 @@ def test_a_mounted_layer_stays(top: Path, own: Store, modes: tuple[Mode, ...]) -
         # The cache is empty, so this needs every object.
         n.forget_chunks()
         n.check()
-        n.unmount()
-        (n.dirs.trees / "all.json").unlink(missing_ok=True)
-    for path in (top / "store" / "leases").rglob("*"):
-        if path.is_file():
+
+        # Cut off for so long that its lease lapses: what it has it reads, the rest is EIO.
+        n.forget_chunks()
+        for mode in modes:
+            (n.trees[mode] / "dir0" / "file0").read_bytes()
+        for path in leases(top):
             os.utime(path, (1, 1))
-    assert collected(own, top).deleted
-    for layer in content.layers:
-        with pytest.raises(NotFound):
-            own.stat(head_key(layer))
-
-
-def _leased(top: Path) -> bool:
-    return any(p.is_file() and p.parent.name.startswith("node-") for p in _leases(top))
-
-
-def _leases(top: Path) -> list[Path]:
-    place = top / "store" / "leases"
-    return list(place.rglob("*")) if place.is_dir() else []
-
-
-def test_a_node_that_was_cut_off_too_long(
-    top: Path, own: Store, modes: tuple[Mode, ...]
-) -> None:
-    """Its lease has lapsed, what it mounts is gone: it reads what it has, the rest is EIO."""
-    content = publish(own, top)
-    with node(top / "node", own, content, modes, entry=DEFAULT_ENTRY) as n:
-        wait_for("the node's lease", lambda: _leased(top), HANG_S)
-        tree = n.trees[modes[0]]
-        (tree / "dir0" / "file0").read_bytes()
-        for path in _leases(top):
-            if path.is_file():
-                os.utime(path, (1, 1))
         assert collected(own, top).deleted
+        for layer in content.layers:
+            with pytest.raises(NotFound):
+                own.stat(head_key(layer))
         failed = 0
         for mode in modes:
             (n.trees[mode] / "dir0" / "file0").read_bytes()
@@ -179,10 +159,17 @@ def test_a_node_that_was_cut_off_too_long(
                     assert e.errno == errno.EIO
                     failed += 1
         assert failed > 0
-        assert n.status()["deaths"] == 0
+        assert n.status()["deaths"] == 1, "only the one that was killed"
         # Published again, it is whole again; nobody has to mount it anew.
         assert publish(own, top).layers == content.layers
         n.check()
+
+
+def leases(top: Path, kind: str = "") -> list[Path]:
+    """Records of leases in the store."""
+    place = top / "store" / "leases"
+    found = place.rglob("*") if place.is_dir() else ()
+    return [p for p in found if p.is_file() and p.parent.name.startswith(kind)]
 
 
 def test_a_layer_is_obtained_while_it_is_deleted(top: Path, own: Store) -> None:

@@ -21,8 +21,8 @@ from tests.t8_chaos.stack import HANG_S, Content, Load, Mode, drop_caches, node,
 GONE = Rule("error", op="get_range", prefix="objects/")
 LYING = Rule("wrong", op="get_range", prefix="objects/")
 SHORT = Rule("truncated", op="get_range", prefix="objects/")
-HANGING = Rule("stall", op="get_range", prefix="objects/", seconds=5.0)
-SLOW = Rule("stall", op="get_range", prefix="objects/", seconds=0.3)
+HANGING = Rule("stall", op="get_range", prefix="objects/", seconds=2.5)
+SLOW = Rule("stall", op="get_range", prefix="objects/", seconds=0.1)
 
 
 @pytest.mark.parametrize(
