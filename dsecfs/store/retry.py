@@ -46,7 +46,7 @@ class RetryPolicy:
     short_reads: int = 4
     """Attempts for a range that comes back short."""
     quiet: int = 4
-    """Failures that are not worth a warning: a store that hiccups is a store."""
+    """Failures before the first warning: a store that hiccups is a store."""
 
 
 DEFAULT_POLICY = RetryPolicy()
@@ -168,12 +168,17 @@ class RetryingStore:
                 if spent + delay > deadline_s or shorts >= self.policy.short_reads:
                     raise self._give_up(e, failures, spent) from None
                 log.log(
-                    logging.DEBUG if failures <= self.policy.quiet else logging.WARNING,
+                    logging.WARNING if self._is_told(failures) else logging.DEBUG,
                     "store: %s %s failed %d times, again in %.1f s: %s",
                     verb, key, failures, delay, e.message,
                 )  # fmt: skip
             if self._closed.wait(delay):
                 raise error
+
+    def _is_told(self, failures: int) -> bool:
+        """With each doubling of what is kept quiet: the fifth failure, the tenth, twentieth …"""
+        times, rest = divmod(failures, self.policy.quiet + 1)
+        return not rest and times.bit_count() == 1
 
     def _delay(self, failures: int, retry_after_s: float | None) -> float:
         policy = self.policy
