@@ -99,8 +99,11 @@ def write_chunk_list(dirs: NodeDirs, ref: BlobRef, digests: bytes) -> None:
     data = _CHUNKS.pack(CHUNKS_MAGIC, CHUNKS_VERSION, ref.chunk_size, ref.size) + digests
     path = dirs.blob(ref.digest)
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Not `exist_ok`: that looks again, and may find that it was forgotten meanwhile.
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
             try:
                 with setup_lock(path):
                     _put_chunk_list(path / "chunks", data)
