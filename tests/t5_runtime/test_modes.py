@@ -449,11 +449,11 @@ def test_workers_die_under_a_container(stack: Stack, tmp_path: Path) -> None:
     script = "while true; do cat /large /sparse /opt/tool/run > /dev/null || exit 9; done"
     drop = Path("/proc/sys/vm/drop_caches")
     with stack.runner("fuse") as runner:
-        running = runner.start(RunSpec(stack.layers, ("sh", "-c", script), timeout_s=4.0))
+        running = runner.start(RunSpec(stack.layers, ("sh", "-c", script), timeout_s=3.0))
         killed = threading.Event()
 
         def kill() -> None:
-            for _ in range(4):
+            for _ in range(3):
                 drop.write_text("3")
                 before = stack.client.status()
                 os.kill(before["worker"], signal.SIGKILL)
