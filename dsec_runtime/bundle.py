@@ -57,6 +57,7 @@ CAPABILITIES = tuple(
 MASKED = (
     "/proc/acpi",
     "/proc/asound",
+    "/proc/cmdline",
     "/proc/config.gz",
     "/proc/dynamic_debug",
     "/proc/interrupts",

@@ -150,6 +150,7 @@ def test_what_root_inside_may_not(shell: Shell) -> None:
         "test -s /proc/kcore",
         "grep . /proc/kpagecgroup",
         "grep . /proc/kallsyms",
+        "grep . /proc/cmdline",
         "grep . /proc/keys",
         "ls /sys/kernel/debug",
         "ls /sys/firmware/*",
