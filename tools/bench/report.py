@@ -44,8 +44,8 @@ class Result:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median, p90, p99 and maximum of a sample."""
-    ordered = sorted(values)
+    """Minimum, median, p90, p99 and maximum of a sample, to five digits."""
+    ordered = sorted(float(f"{value:.5g}") for value in values)
 
     def at(share: float) -> float:
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

@@ -9,99 +9,25 @@ line of output of `import numpy, pandas`. One run, recorded before, is all the t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsec_runtime.run import Runner, RunSpec
-from dsecfs.fuse.daemon import stop_daemon
-from dsecfs.kernel.mountinfo import mounts_here
-from dsecfs.kernel.namespaces import unpin_namespaces
-from dsecfs.kernel.syscalls import umount
-from dsecfs.layers.image import import_image
-from dsecfs.layers.names import Name
+from dsec_runtime.run import Runner
 from dsecfs.layers.profile import optimize_runs
-from dsecfs.layers.sources.image import open_image
-from dsecfs.mount import LayerMounts
 from dsecfs.mount.record import Recorder
-from dsecfs.node import Node, Prepared
+from dsecfs.node import Node
 from dsecfs.settings import Settings
-from dsecfs.store.open import open_store
 from tests.support.seaweed import Seaweed, seaweed
 from tools.bench.images import science_image
+from tools.bench.node import empty_node, far, first_output, publish
 from tools.bench.report import Result, record, spread
 from tools.bench.stage import alternate, cache_directory, parser
 
 LATENCY_MS = 10
 PROGRAM = ("/usr/bin/python3", "-c", "import numpy, pandas; print('ready', flush=True)")
-LIMIT_S = 120.0
-
-
-@contextlib.contextmanager
-def far(server: Seaweed, passed: dict[str, int]) -> Iterator[int]:
-    """The port of a proxy that is 10 ms away; at the end `passed` has what went through."""
-    with subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.support.netfault"),
-            *("--target", f"127.0.0.1:{server.port}", "--latency-ms", str(LATENCY_MS)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as proxy:
-        assert proxy.stdin is not None and proxy.stdout is not None
-        try:
-            yield int(proxy.stdout.readline())
-        finally:
-            proxy.stdin.close()
-            passed.update(json.loads(proxy.stdout.readline()))
-            proxy.wait(10)
-
-
-@contextlib.contextmanager
-def empty_node(place: Path, url: str) -> Iterator[Node]:
-    """A node with nothing on it but a running FUSE daemon; gone at the end."""
-    node = Node(Settings(store=url, data_dir=place / "data", run_dir=place / "run"))
-    try:
-        node.start_fs()
-        yield node
-    finally:
-        stop_daemon(node.fs_config(), mode="force")
-        node.close()
-        unpin_namespaces(node.dirs.namespace.parent)
-        for mount in reversed(mounts_here()):
-            if mount.point.is_relative_to(place):
-                umount(mount.point, detach=True)
-        shutil.rmtree(place)
-
-
-def first_output(node: Node, prepared: Prepared, mounts: LayerMounts) -> float:
-    """Run the program; the moment (time.monotonic) of its first line."""
-    out, into = os.pipe()
-    with Runner(node.dirs, mounts=mounts) as runner, open(out, "rb") as lines:
-        spec = RunSpec(
-            prepared.top_first,
-            PROGRAM,
-            env=prepared.process_environment(),
-            stdout=into,
-            timeout_s=LIMIT_S,
-        )
-        try:
-            running = runner.start(spec)
-        finally:
-            os.close(into)
-        line = lines.readline()
-        moment = time.monotonic()
-        ended = running.wait()
-    if line != b"ready\n" or ended.exit_code:
-        raise SystemExit(f"the program said {line!r} and ended with {ended.exit_code}")
-    return moment
 
 
 def cold_start(
@@ -110,7 +36,7 @@ def cold_start(
     """Seconds from the name to the first output. Bytes and requests go to `figures`."""
     passed: dict[str, int] = {}
     with (
-        far(server, passed) as port,
+        far(server.port, passed, latency_ms=LATENCY_MS) as port,
         empty_node(place / "node", server.url(prefix=prefix, port=port)) as node,
     ):
         start = time.monotonic()
@@ -118,20 +44,14 @@ def cold_start(
         client = node.start_fs()
         if prefetch:
             node.warm(client, prepared)
-        with contextlib.closing(node.layer_mounts()) as mounts:
-            seconds = first_output(node, prepared, mounts) - start
+        with (
+            contextlib.closing(node.layer_mounts()) as mounts,
+            Runner(node.dirs, mounts=mounts) as runner,
+        ):
+            seconds = first_output(runner, prepared, PROGRAM) - start
     for name in ("requests", "bytes_down"):
         figures.setdefault(name, []).append(passed[name])
     return seconds
-
-
-def publish(server: Seaweed, layout: Path, prefix: str) -> int:
-    """Import the image below `prefix`; the bytes of its compressed layers."""
-    store = open_store(server.url(prefix=prefix))
-    with open_image(f"oci:{layout}:latest") as image:
-        import_image(store, image, Name("env", "science", "1"))
-    store.close()
-    return sum(f.stat().st_size for f in (layout / "blobs" / "sha256").iterdir())
 
 
 def record_run(server: Seaweed, place: Path, prefix: str) -> dict[str, int]:
@@ -139,8 +59,11 @@ def record_run(server: Seaweed, place: Path, prefix: str) -> dict[str, int]:
     with empty_node(place / "node", server.url(prefix=prefix)) as node:
         prepared = node.prepare("science:1")
         with Recorder.start(node.dirs, prepared.digest, prepared.layers) as recorder:
-            with contextlib.closing(recorder.mounts()) as mounts:
-                first_output(node, prepared, mounts)
+            with (
+                contextlib.closing(recorder.mounts()) as mounts,
+                Runner(node.dirs, mounts=mounts) as runner,
+            ):
+                first_output(runner, prepared, PROGRAM)
             trace = recorder.save(node.store).trace
     return {"files": len({a.path for a in trace.accesses}), "bytes": trace.total}
 
