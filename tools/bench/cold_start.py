@@ -103,3 +103,37 @@ def main() -> None:
                     peer.clear()
     finally:
         shutil.rmtree(place)
+    seconds = [one for one, _ in commands]
+    ours, warm = spread(seconds), spread(warms)
+    theirs = spread([one.first_output_s for one in peers])
+    writes = spread([float(count) for _, count in commands])["median"]
+    peer_writes = spread([float(one.written) for one in peers])["median"]
+    ratio = theirs["median"] / ours["median"]
+    in_process = theirs["median"] / warm["median"]
+    wire_share = passed["bytes_down"] / compressed
+    disk_share = writes / peer_writes
+    record(
+        Result(
+            "cold_start",
+            "cold start of the 935 MB image, nothing local: name to first output of "
+            "`import numpy, pandas`, from SeaweedFS",
+            "podman pull + run from docker-registry, cold",
+            "≥10×; wire ≤25 % of the compressed image; disk writes ≤15 % of podman's",
+            f"{ratio:.1f}× as a command ({ours['median']:.2f} s), {in_process:.1f}× in a warm "
+            f"process ({warm['median']:.2f} s); wire {wire_share:.1%}; writes {disk_share:.1%}",
+            ratio >= 10 and wire_share <= 0.25 and disk_share <= 0.15,
+            {
+                "command_s": ours,
+                "warm_process_s": warm,
+                "podman_s": theirs,
+                "compressed_bytes": compressed,
+                "wire": passed,
+                "written_bytes": writes,
+                "podman_written_bytes": peer_writes,
+            },
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
