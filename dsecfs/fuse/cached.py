@@ -58,10 +58,10 @@ def _planners() -> trio.CapacityLimiter:
 
 
 def _open_store(url: str) -> Store:
-    # Client libraries start threads: first needed at the first miss, long after any fork.
+    # Client libraries start threads: nothing here comes before the last fork.
     from dsecfs.store.open import open_store
 
-    return open_store(url)
+    return open_store(url, load=True)
 
 
 def open_cache(config: FsConfig) -> ChunkCache:

@@ -22,6 +22,7 @@ def open_store(
     url: str,
     *,
     create: bool = False,
+    load: bool = False,
     endpoint: str | None = None,
     region: str | None = None,
     path_style: bool | None = None,
@@ -30,12 +31,13 @@ def open_store(
 ) -> RetryingStore:
     """Open a store, with retries. Raises BadInput, NotFound or StoreDenied in one line.
 
-    `create` makes the directory of a `file:` or `3fs:` store. `endpoint`, `region` and
+    `create` makes the directory of a `file:` or `3fs:` store. `load` imports client libraries
+    now, in this process, and not when the first request needs them. `endpoint`, `region` and
     `path_style` are defaults for an s3: URL that does not say them. `wrap` puts something
     (faults, counters) between the back end and the retries.
     """
     backend = open_backend(
-        url, create=create, endpoint=endpoint, region=region, path_style=path_style
+        url, create=create, load=load, endpoint=endpoint, region=region, path_style=path_style
     )
     return RetryingStore(wrap(backend) if wrap else backend, policy)
 
@@ -44,6 +46,7 @@ def open_backend(
     url: str,
     *,
     create: bool = False,
+    load: bool = False,
     endpoint: str | None = None,
     region: str | None = None,
     path_style: bool | None = None,
@@ -76,7 +79,10 @@ def open_backend(
             settings = replace(settings, region=region)
         if settings.path_style is None:
             settings = replace(settings, path_style=path_style)
-        return S3Store(settings)
+        store = S3Store(settings)
+        if load:
+            store.load()
+        return store
     raise BadInput(
         f"unknown kind of store {scheme[:20]!r}", hint=f"known: {', '.join(SCHEMES)}"
     )

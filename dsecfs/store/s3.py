@@ -30,10 +30,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from dsecfs.errors import BadInput, FormatError, ShortRead, StoreDenied, StoreError
+from dsecfs.errors import BadInput, DsecfsError, FormatError, ShortRead, StoreDenied, StoreError
 from dsecfs.store.base import ObjectInfo, Priority, seekable_size
 from dsecfs.store.keys import check_key, check_prefix, check_range, is_key
 from dsecfs.store.s3errors import boto_errors, explain
+from dsecfs.store.s3keys import DEFAULT_REGION, environment_keys
 from dsecfs.store.s3read import Reader, make_boto3_reader, make_obstore_reader
 
 CONNECT_TIMEOUT_S = 5.0
@@ -284,6 +285,11 @@ class S3Store:
         with self._doing("delete", key):
             self._boto().delete_object(Bucket=self.settings.bucket, Key=name)
 
+    def load(self) -> None:
+        """Make the clients now, which imports their libraries. StoreDenied: no credentials."""
+        self._read_with()
+        self._boto()
+
     def close(self) -> None:
         with self._lock:
             client, self._client, self._reader = self._client, None, None
@@ -302,6 +308,8 @@ class S3Store:
             raise StoreError(f"{self.url}: cannot {verb} {key}: the store is closed")
         try:
             yield
+        except DsecfsError:
+            raise  # a reader's; what boto3 raises needs to be imported only where it may come
         except boto_errors() as e:
             raise explain(e, self.url, self.settings.bucket, verb, key) from None
 
@@ -410,7 +418,7 @@ class S3Store:
         return self._session
 
     def _region(self) -> str:
-        return self.settings.region or self._boto_session().region_name or "us-east-1"
+        return self.settings.region or self._boto_session().region_name or DEFAULT_REGION
 
     def _new_client(self) -> Any:
         from botocore.config import Config
@@ -431,14 +439,15 @@ class S3Store:
 
     def _new_reader(self) -> Reader:
         if self.settings.reader != "boto3":
+            keys = environment_keys(self.settings.region)
             reader = make_obstore_reader(
                 self.url,
                 bucket=self.settings.bucket,
                 base=self._base,
                 endpoint=self.settings.endpoint,
-                region=self._region(),
+                region=keys.region if keys else self._region(),
                 by_path=self.settings.by_path,
-                credentials=self._boto_session().get_credentials(),
+                credentials=keys or self._boto_session().get_credentials(),
                 connect_timeout_s=CONNECT_TIMEOUT_S,
                 timeout_s=READ_TIMEOUT_S,
             )
