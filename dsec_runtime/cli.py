@@ -47,7 +47,15 @@ class _RunCommand(TyperCommand):
             at = args.index("--")
             ctx.meta[_COMMAND] = args[at + 1 :]
             args = args[:at]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as e:
+            # Its class is not public everywhere (as in dsecfs/cli/main.py).
+            if type(e).__name__ != "NoSuchOption" or _COMMAND in ctx.meta:
+                raise
+            option = str(getattr(e, "option_name", ""))[:80]
+            hint = "put -- before the command if it is the command's; dsec run --help"
+            raise BadInput(f"no such option: {option}", hint=hint) from None
 
 
 @command_settings(cls=_RunCommand)
@@ -88,7 +96,9 @@ def run(
     ] = None,
     hostname: Annotated[str, typer.Option(metavar="NAME", help="Its host name.")] = "",
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Most memory, e.g. 2GiB.")] = "",
-    cpus: Annotated[float, typer.Option(metavar="N", help="Most CPUs, e.g. 1.5.")] = 0.0,
+    cpus: Annotated[
+        float, typer.Option(metavar="N", help="Most CPUs, e.g. 1.5.", show_default=False)
+    ] = 0.0,
     pids: Annotated[int, typer.Option(metavar="N", help="Most processes and threads.")] = 4096,
     upper: Annotated[
         str, typer.Option(metavar="KIND", help="Where it writes: disk, tmpfs or image.")
@@ -116,6 +126,10 @@ def run(
     The exit code is the command's; 124 after --timeout, 125 if the container could not be
     made, 126 if the command cannot be executed, 127 if there is none of that name.
     """
+    if os.geteuid() != 0:
+        raise Unsupported(
+            "run a container: not root", hint="run it as root; dsec mount works for everybody"
+        )
     toolkits, rest = split_toolkits(words or [])
     after = context.meta.get(_COMMAND)
     if rest and after is not None:

@@ -6,6 +6,7 @@ what `dsec run` cannot do without.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -22,6 +23,7 @@ from dsecfs.store.open import check_store
 
 State = Literal["ok", "warning", "missing"]
 _COMMAND_S = 10
+_STORE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,16 @@ def works(findings: list[Finding]) -> bool:
     return not any(f.needed and f.state == "missing" for f in findings)
 
 
+def _device(path: str = "/dev/fuse") -> Finding:
+    """Whether this user may open it, where mounting could not be tried."""
+    if not os.path.exists(path):
+        return Finding("kernel", "FUSE", "missing", f"no {path}", "modprobe fuse", True)
+    if not os.access(path, os.R_OK | os.W_OK):
+        found, hint = f"this user may not open {path}", f"as root: chmod 0666 {path}"
+        return Finding("kernel", "FUSE", "missing", found, hint, True)
+    return Finding("kernel", "FUSE", "ok", f"{path} is there", "", True)
+
+
 def _kernel(node: Node, info: KernelInfo) -> Iterator[Finding]:
     yield from _mode(node, info)
     if not info.root:
@@ -70,15 +82,7 @@ def _kernel(node: Node, info: KernelInfo) -> Iterator[Finding]:
             "" if resend else "Linux 6.9 or newer keeps reads alive",
         )
     else:
-        there = os.path.exists("/dev/fuse")
-        yield Finding(
-            "kernel",
-            "FUSE",
-            "ok" if there else "missing",
-            "/dev/fuse is there" if there else info.reasons.get("fuse", "no /dev/fuse"),
-            "" if there else "modprobe fuse",
-            True,
-        )
+        yield _device()
     yield Finding(
         "kernel",
         "user namespaces",
@@ -236,10 +240,16 @@ def _store(node: Node) -> Finding:
     url = node.settings.store_url
     if not node.settings.store and not Path(url.removeprefix("file:")).exists():
         return Finding("store", url, "warning", "not made yet", "dsec store init")
-    error = _try(lambda: next(iter(node.store.list("refs/")), None))
-    if error is not None:
-        return Finding("store", url, "missing", error.message, error.hint or "check its address")
-    error = _try(lambda: check_store(node.store))
+    try:
+        store = node.settings.open_store(_STORE_S)
+    except DsecfsError as e:
+        return Finding("store", url, "missing", e.message, e.hint or "check its address", True)
+    with contextlib.closing(store):
+        error = _try(lambda: next(iter(store.list("refs/")), None))
+        if error is not None:
+            hint = error.hint or "check its address"
+            return Finding("store", url, "missing", error.message, hint, True)
+        error = _try(lambda: check_store(store))
     if isinstance(error, StoreDenied):
         return Finding("store", url, "ok", "answers; this node may not write to it")
     if error is not None:

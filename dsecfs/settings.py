@@ -277,11 +277,14 @@ class Settings:
                 url += f"{'&' if '?' in url else '?'}{name}={quote(value, safe=':/')}"
         return url
 
-    def open_store(self) -> Store:
-        """The store. The default one is made if it is missing; others must exist."""
+    def open_store(self, give_up_s: float | None = None) -> Store:
+        """The store. The default one is made if it is missing; others must exist. Calls fail
+        after `give_up_s` of trouble instead of the usual time."""
         from dsecfs.store.open import open_store
+        from dsecfs.store.retry import DEFAULT_POLICY, RetryPolicy
 
-        return open_store(self.store_url, create=not self.store)
+        policy = RetryPolicy(give_up_s, give_up_s, give_up_s) if give_up_s else DEFAULT_POLICY
+        return open_store(self.store_url, create=not self.store, policy=policy)
 
     def cache_options(self) -> dict[str, Any]:
         """Keyword arguments of `dsecfs.cache.ChunkCache`, for the node's daemon."""

@@ -56,7 +56,7 @@ def show(
 
 def _text(value: Any, unit: str) -> str:
     """A value as one could write it into the file."""
-    if unit != "bytes":
+    if not unit.startswith("bytes"):
         return f"{value:g}s" if unit == "seconds" else shown(value)
     for factor, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if value and value % factor == 0:

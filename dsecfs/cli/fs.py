@@ -31,7 +31,10 @@ def stop(
         bool, typer.Option("--force", help="End now; whoever reads gets errors.")
     ] = False,
 ) -> None:
-    """Stop the daemon; refused while its files are in use."""
+    """Stop the daemon; refused while its files are in use.
+
+    Nothing stays mounted then, and no process stays.
+    """
     from dsecfs.fuse.daemon import stop_daemon
 
     node = session().node
@@ -39,7 +42,11 @@ def stop(
     node.release_idle()
     if mode == "refuse":
         _check_containers()
-    stopped = stop_daemon(node.fs_config(), mode=mode)
+    try:
+        stopped = stop_daemon(node.fs_config(), mode=mode)
+    except Busy as e:
+        hint = "end containers and mounts (dsec mount lists them), or --drain, or --force"
+        raise Busy(e.message, hint=hint) from None
     _let_go()
     show_record({"mountpoint": str(node.dirs.fs), "stopped": stopped})
 

@@ -506,7 +506,7 @@ def used_by(layer: Annotated[str, LAYER]) -> None:
         rows,
         {"what": "what", "name": "name", "names": "known as"},
         empty="nothing refers to it",
-        form={"name": lambda text: text[:19] if len(text) == 64 else text, "names": ", ".join},
+        form={"name": lambda text: short(text) if len(text) == 64 else text, "names": ", ".join},
     )
 
 

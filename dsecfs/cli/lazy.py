@@ -91,8 +91,7 @@ def finish(command: Any, options: list[Any]) -> None:
         finish(child, options)
     for param in command.params:
         _skip_needless_coercion(param)
-    if not getattr(command, "commands", None):
-        command.params.extend(options)
+    command.params.extend(options)
     make_help_option = command.get_help_option
 
     def get_help_option(ctx: Any) -> Any:

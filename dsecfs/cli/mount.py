@@ -13,7 +13,7 @@ from dsecfs.cli.complete import complete_env, complete_toolkit
 from dsecfs.cli.output import mode_in_use, show_record, show_rows
 from dsecfs.cli.parse import only_toolkits
 from dsecfs.cli.session import session
-from dsecfs.errors import BadInput, Conflict, NotFound
+from dsecfs.errors import BadInput, Busy, Conflict, NotFound
 
 if TYPE_CHECKING:
     from dsecfs.node import Node
@@ -105,19 +105,22 @@ def umount(
     node = session().node
     target = Path(directory)
     modes = {row["directory"]: row["mode"] for row in _mounted(node)}
-    if modes.get(_place(target)) == "fuse":
-        from dsecfs.mount.fuse import umount_tree
+    try:
+        if modes.get(_place(target)) == "fuse":
+            from dsecfs.mount.fuse import umount_tree
 
-        umount_tree(node.dirs, target, mode="drain" if lazy else "refuse")
-    elif os.geteuid() == 0:
-        from dsecfs.mount import umount_env
+            umount_tree(node.dirs, target, mode="drain" if lazy else "refuse")
+        elif os.geteuid() == 0:
+            from dsecfs.mount import umount_env
 
-        umount_env(node.dirs, target, detach=lazy)
-    else:
-        raise NotFound(
-            f"unmount {directory[:200]}: no environment is mounted there",
-            hint="dsec mount shows what is mounted",
-        )
+            umount_env(node.dirs, target, detach=lazy)
+        else:
+            raise NotFound(
+                f"unmount {directory[:200]}: no environment is mounted there",
+                hint="dsec mount shows what is mounted",
+            )
+    except Busy as e:
+        raise Busy(e.message, hint=f"{e.hint}; or detach it with --lazy") from None
     show_record({"directory": directory, "unmounted": True})
 
 

@@ -78,16 +78,29 @@ def show_rows(
     if not rows:
         print(empty)
         return
+    from rich.cells import cell_len
     from rich.table import Table
 
     form = form or {}
     table = Table(box=None, pad_edge=False, header_style="bold")
+    written: list[list[str]] = []
     for key, heading in columns.items():
+        cells = [_cell(row.get(key), form.get(key)) for row in rows]
         number = all(isinstance(row.get(key), int | float) for row in rows)
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row.get(key), form.get(key)) for key in columns))
+        whole = not any(_is_text(cell) for cell in cells)
+        table.add_column(
+            heading,
+            justify="right" if number else "left",
+            overflow="fold",
+            min_width=max(map(cell_len, (heading, *cells))) if whole else None,
+        )
+        written.append(cells)
+    for row_cells in zip(*written, strict=True):
+        table.add_row(*row_cells)
     console = _console()
+    # A name in two lines can be neither read nor copied: rather, the terminal breaks the line.
+    needed = table.__rich_measure__(console, console.options.update(width=10_000)).minimum
+    console.width = max(console.width, needed)
     with console.capture() as shown:
         console.print(table)
     for line in shown.get().splitlines():
@@ -130,6 +143,11 @@ def mode_in_use() -> tuple[Mode, str]:
     if mode != "kernel" and session().settings.mode == "auto":
         note(f"{mode} mode: {why}")
     return mode, why
+
+
+def _is_text(cell: str) -> bool:
+    """Whether a cell holds words that may be broken into lines: no name, digest or time."""
+    return len(cell) > 30 and " " in cell
 
 
 def _cell(value: Value, form: Any) -> str:

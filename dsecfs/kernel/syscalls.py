@@ -237,7 +237,8 @@ def umount(target: str | bytes | Path, *, detach: bool = False) -> bool:
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOENT):
         return False
-    raise failed(f"unmount {os.fsdecode(target)}", code)
+    hint = "end what has files open in it or works there" if code == errno.EBUSY else ""
+    raise failed(f"unmount {os.fsdecode(target)}", code, hint=hint)
 
 
 # -- opening without being led astray ------------------------------------------------------

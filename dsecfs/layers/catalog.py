@@ -388,7 +388,9 @@ class Catalog:
             return self.get_ref(name).digest
         entry = self.channel_get(name.kind, name.name, name.channel)
         if entry.digest is None:
-            raise _Closed(f"channel {name} was closed: {entry.reason}")
+            why = f": {entry.reason}" if entry.reason else ""
+            hint = "dsec channel log shows what it pointed at; name a version"
+            raise _Closed(f"channel {name} was closed{why}", hint=hint)
         return entry.digest
 
     def _not_found(self, text: str, name: Name, kinds: Sequence[str]) -> NotFound:

@@ -142,7 +142,7 @@ def explain(layers: Sequence[LayerContent], path: bytes) -> Explained:
         if not inode.is_dir or inode.opaque or _ends(layers[number].root, found):
             visible = False
     if not stands:
-        raise NotFound(f"no layer has {show(found)!r}")
+        raise NotFound(f"no layer has /{show(found)}", hint="is the path spelled right?")
     return Explained(found, who, tuple(stands))
 
 

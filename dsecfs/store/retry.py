@@ -34,9 +34,10 @@ class RetryPolicy:
     """How long and how often. All times in seconds."""
 
     foreground_s: float = 30.0
-    """Deadline of a call for which somebody waits: every read unless it says otherwise."""
+    """Deadline of a call for which somebody waits: every read unless it says otherwise, and each
+    step of a list."""
     background_s: float = 120.0
-    """Deadline of reads with Priority.PREFETCH or BACKGROUND, and of each step of a list."""
+    """Deadline of reads with Priority.PREFETCH or BACKGROUND."""
     write_s: float = 120.0
     """Deadline of put and delete."""
     first_delay_s: float = 0.05
@@ -129,7 +130,7 @@ class RetryingStore:
                 listing = self.inner.list(prefix, after=after)
                 raise
 
-        while (info := self._call("list", prefix, self.policy.background_s, step)) is not None:
+        while (info := self._call("list", prefix, self.policy.foreground_s, step)) is not None:
             after = info.key
             yield info
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
 import sys
 import tarfile
+import termios
 from pathlib import Path
 
 import pytest
@@ -179,6 +182,8 @@ def test_used_by_names_environments(dsec: Dsec, base: str, toolkit: str) -> None
     uses = dsec("layer", "used-by", toolkit).json
     assert {u["what"] for u in uses} == {"ref", "env"}
     assert [u["names"] for u in uses if u["what"] == "env"] == [["team/app:1"]]
+    (digest,) = (u["name"] for u in uses if u["what"] == "env")
+    assert f"sha256:{digest[:12]} " in dsec("layer", "used-by", toolkit, "--no-json").out
 
 
 # -- environments and channels
@@ -213,6 +218,9 @@ def test_channels_move_and_keep_a_log(dsec: Dsec, base: str, toolkit: str) -> No
     assert [e["version"] for e in log] == ["1.5", "closed"]
     assert [e["reason"] for e in log] == ["it works", "no more"]
     assert "was closed: no more" in dsec("env", "show", base, "+dsh@stable", code=3).error
+    dsec("channel", "set", "dsh@beta", "1.5")
+    dsec("channel", "close", "dsh@beta")
+    assert "dsh@beta was closed; dsec" in dsec("env", "show", base, "+dsh@beta", code=3).error
 
 
 def test_check_and_explain(dsec: Dsec, base: str, tmp_path: Path) -> None:
@@ -228,7 +236,7 @@ def test_check_and_explain(dsec: Dsec, base: str, tmp_path: Path) -> None:
     stands = dsec("env", "explain", base, "+bad:1", "etc/passwd").json
     assert [(s["layer"], s["provides"]) for s in stands] == [("toolkit bad", True), ("base", False)]
     said = dsec("env", "explain", base, "/no/such", code=3)
-    assert "no layer has" in said.error
+    assert "no layer has /no/such" in said.error
     dsec("env", "check", base)
 
 
@@ -240,6 +248,13 @@ def test_one_image(dsec: Dsec, tmp_path: Path) -> None:
     done = dsec("image", "import", f"oci:{tmp_path}/image", "swe/django:1").json
     assert done["layers"] == 1 and done["files"] == 2
     assert dsec("env", "show", "swe/django:1").json["env"]["X"] == "1"
+
+
+def test_a_tree_is_no_image(dsec: Dsec, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    for spec in (f"dir:{tmp_path}/tree", str(tmp_path / "tree")):
+        assert "dsec layer publish" in dsec("image", "import", spec, "a:1", code=2).error
+    assert dsec("layer", "ls").json == []
 
 
 def test_many_images_with_a_report_that_is_resumed(dsec: Dsec, tmp_path: Path) -> None:
@@ -300,6 +315,12 @@ def test_a_store_that_is_not_there(dsec: Dsec, tmp_path: Path) -> None:
     assert dsec("layer", "ls", "--store", f"3fs:{tmp_path}/none").json == []
 
 
+def test_doctor_names_a_store_that_is_not_there(dsec: Dsec, tmp_path: Path) -> None:
+    said = dsec("doctor", "--store", f"file:{tmp_path}/none", code=8)
+    (found,) = (f for f in said.json["findings"] if f["area"] == "store")
+    assert found["state"] == "missing" and found["needed"] and "store init" in found["hint"]
+
+
 def test_settings_and_their_origins(dsec: Dsec) -> None:
     rows = {row["name"]: row for row in dsec("--set", "fetch_threads=4", "config", "show").json}
     assert (rows["fetch_threads"]["value"], rows["fetch_threads"]["origin"]) == (4, "command line")
@@ -307,6 +328,7 @@ def test_settings_and_their_origins(dsec: Dsec) -> None:
     said = dsec("config", "show", "--set", "fetch_treads=4", code=2)
     assert said.error.endswith("'fetch_treads' (command line); did you mean fetch_threads?")
     assert dsec("cache", "stats").json["disk"] == 0
+    assert dsec("config", "show", "check_rate", "--no-json").out.split()[-1] == "16MiB"
 
 
 # -- the command line itself
@@ -340,6 +362,11 @@ def test_a_plain_archive_is_no_image(dsec: Dsec, tmp_path: Path) -> None:
     assert "dsec layer publish" in said
     words = ("layer", "publish", str(tmp_path / "tree"), "toolkit/x:1")
     assert "lz4, zstd" in dsec(*words, "--codec", "lz5", code=2).error
+
+
+def test_common_options_may_stand_anywhere(dsec: Dsec, toolkit: str) -> None:
+    for words in (["--no-json", "layer", "ls"], ["layer", "--no-json", "ls"]):
+        assert dsec(*words).out == dsec("layer", "ls", "--no-json").out
 
 
 def test_debug_shows_where_an_error_came_from(dsec: Dsec) -> None:
@@ -475,11 +502,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(dsec: Dsec, base: str) -> Non
     assert done.stdout.strip() == "10" and "Traceback" not in done.stderr
 
 
-def test_on_a_terminal_there_are_tables(dsec: Dsec, toolkit: str) -> None:
+def test_on_a_terminal_there_are_tables_with_whole_names(dsec: Dsec, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    name = "toolkit/a/name/that/leaves/little/of/eighty/columns:2026-01-01"
+    dsec("layer", "publish", str(tmp_path / "tree"), name)
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "dsecfs.cli.main", "layer", "ls"],
+            [sys.executable, "-m", "dsecfs.cli.main", "layer", "ls", "-l"],
             stdout=theirs,
             stderr=subprocess.PIPE,
             timeout=60,
@@ -491,7 +522,7 @@ def test_on_a_terminal_there_are_tables(dsec: Dsec, toolkit: str) -> None:
     finally:
         os.close(ours)
         os.close(theirs)
-    assert "toolkit/dsh:1.5" in text and "{" not in text
+    assert name in text and "{" not in text
 
 
 def test_the_same_commands_against_s3(

@@ -101,7 +101,7 @@ def test_loops_and_paths_that_nobody_has(store: DirectoryStore, tmp_path: Path) 
     assert explain([only], b"a").provider == 0  # the link itself
     with pytest.raises(BadInput, match="too many symbolic links"):
         explain([only], b"a/x")
-    with pytest.raises(NotFound, match="no layer has 'nothing'"):
+    with pytest.raises(NotFound, match="no layer has /nothing"):
         explain([only], b"nothing")
 
 

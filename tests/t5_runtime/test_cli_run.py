@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from dsecfs.doctor import _device
 from tests.support.cli import Dsec
 from tests.t5_runtime.conftest import PASSWD, why_no_containers
 
@@ -100,6 +101,18 @@ def test_a_terminal(dsec: Dsec) -> None:
     assert "leave out -t" in dsec("run", "-t", "box:1", "true", code=2).error
 
 
+def test_an_option_of_the_command_needs_dashes(dsec: Dsec) -> None:
+    assert "put -- before" in dsec("run", "box:1", "sh", "-c", "true", code=2).error
+    assert dsec("run", "box:1", "--", "sh", "-c", "exit 3", code=3).out == ""
+    assert "--hlp" in dsec("run", "--hlp", "box:1", "--", "true", code=2).error
+
+
+def test_only_root_runs_containers(dsec: Dsec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec_runtime.cli.os.geteuid", lambda: 1000)
+    assert "not root" in dsec("run", "box:1", "--", "true", code=8).error
+    monkeypatch.undo()
+
+
 def test_limits_and_timeout(dsec: Dsec) -> None:
     said = dsec("run", "--timeout", "300ms", "box:1", "--", "sleep", "60", code=124)
     assert said.error == "box:1: ended after 300ms"
@@ -153,6 +166,10 @@ def test_mount_and_unmount_in_both_modes(dsec: Dsec) -> None:
         assert said.json["mode"] == mode
         assert (target / "opt/greet/bin/greet").read_text().startswith("#!/bin/sh")
         assert [row["directory"] for row in dsec("mount").json] == [str(target)]
+        with (target / "etc/passwd").open():
+            assert "--lazy" in dsec("umount", str(target), code=5).error
+            if mode == "kernel":
+                assert "--force" in dsec("fs", "stop", code=5).error
         dsec("umount" if mode == "kernel" else "unmount", str(target))
         assert not list(target.iterdir()) and dsec("mount").json == []
     assert "no environment is mounted there" in dsec("umount", str(target), code=3).error
@@ -210,6 +227,13 @@ def test_doctor_says_that_this_machine_can(dsec: Dsec) -> None:
     assert said["works"] is True
     found = {f["name"]: f for f in said["findings"]}
     assert found["mount mode"]["state"] == "ok" and found["crun"]["found"].startswith("crun")
+
+
+def test_doctor_says_who_may_not_use_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _device().state == "ok"
+    monkeypatch.setattr("dsecfs.doctor.os.access", lambda path, mode: False)
+    assert (_device().state, _device().hint) == ("missing", "as root: chmod 0666 /dev/fuse")
+    assert _device("/dev/no-fuse").hint == "modprobe fuse"
 
 
 def test_doctor_names_what_is_missing(dsec: Dsec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,9 +125,9 @@ def open_image(spec: str, *, platform: str = "", registry: RegistryOptions | Non
     kind, sep, rest = spec.partition(":")
     if not sep or not rest:
         raise BadInput(
-            f"not a source: {spec[:200]!r}",
-            hint="expected oci:DIR, oci-archive:FILE, docker-archive:FILE, docker://NAME, "
-            "tar:FILE, dir:DIR or upper:DIR",
+            f"not an image: {spec[:200]!r}",
+            hint="expected oci:DIR, oci-archive:FILE, docker-archive:FILE or docker://NAME; "
+            "a tar archive or a directory is a layer (dsec layer publish)",
         )
     # Imported here: each of them imports this module.
     if kind in ("oci", "oci-archive"):

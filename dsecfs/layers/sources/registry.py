@@ -95,7 +95,7 @@ def _failure(spec: str, stderr: bytes) -> DsecfsError:
     """What skopeo said, in one line, without secrets, as an error of ours."""
     lines = stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"]
     said = re.search(r'msg="(.*)"', lines[-1])
-    text = _scrub(said[1] if said else lines[-1])[:500]
+    text = _scrub(said[1].replace('\\"', '"') if said else lines[-1])[:500]
     if "manifest unknown" in text or "name unknown" in text or "no image found" in text:
         return NotFound(f"{spec}: not in the registry: {text}")
     message = f"{spec}: skopeo cannot copy it: {text}"
