@@ -74,6 +74,7 @@ def mount(
             target,
             node.settings.store_url,
             cache=node.settings.cache_options(),
+            housekeeping=node.settings.housekeeping_options(),
             request_limit_s=node.settings.request_limit_s,
         )
         if not no_prefetch:
