@@ -141,7 +141,10 @@ def test_the_holder_of_a_lock_is_killed(node: Node) -> None:
     end = time.monotonic() + 20
     while not node.ranges() and time.monotonic() < end:
         time.sleep(0.002)
-    follower = node.start("whole")
+    ready = node.log.with_name("follower")
+    follower = node.start("whole", ready=str(ready), go=str(ready))
+    while not ready.exists() and time.monotonic() < end:
+        time.sleep(0.002)
     time.sleep(0.5)
     assert follower.poll() is None, "it waits for the one who fetches"
     victim.kill()
