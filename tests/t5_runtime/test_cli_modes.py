@@ -208,5 +208,6 @@ def test_a_user_mounts_without_root(dsec: Dsec) -> None:
     assert mounted[2] == "dsec: fuse mode: not root: kernel mounts need root\n"
     assert json.loads(listed[1])[0]["state"] == "mounted"
     assert gone[0] == 0 and json.loads(empty[1]) == []
-    assert (run[0], run[2]) == (8, "dsec: run a container: not root; run it as root; dsec mount works for everybody\n")
+    why = "dsec: run a container: not root; run it as root; dsec mount works for everybody\n"
+    assert (run[0], run[2]) == (8, why)
     assert not (place / "run/fs.sock").exists(), "no daemon was started for it"
