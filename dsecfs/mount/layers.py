@@ -273,9 +273,10 @@ class LayerMounts:
         idle: list[tuple[float, Digest]] = []
         for layer in self._layers():
             place = self._dirs.layers / layer
+            # Others make and remove generations meanwhile; what has none yet is not idle.
             with contextlib.suppress(OSError):
-                newest = max(p for p in place.iterdir() if _GENERATION.match(p.name))
-                if not os.listdir(newest / "refs"):
+                newest = max((p for p in place.iterdir() if _GENERATION.match(p.name)), default=None)
+                if newest is not None and not os.listdir(newest / "refs"):
                     idle.append(((newest / "refs").stat().st_mtime, layer))
         done = 0
         for _, layer in sorted(idle)[: max(0, len(idle) - keep)]:
