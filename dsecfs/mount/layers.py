@@ -275,7 +275,8 @@ class LayerMounts:
             place = self._dirs.layers / layer
             # Others make and remove generations meanwhile; what has none yet is not idle.
             with contextlib.suppress(OSError):
-                newest = max((p for p in place.iterdir() if _GENERATION.match(p.name)), default=None)
+                found = [p for p in place.iterdir() if _GENERATION.match(p.name)]
+                newest = max(found, default=None)
                 if newest is not None and not os.listdir(newest / "refs"):
                     idle.append(((newest / "refs").stat().st_mtime, layer))
         done = 0

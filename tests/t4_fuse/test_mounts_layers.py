@@ -78,9 +78,11 @@ def test_holders_share_one_mount(here: Node, mounts: LayerMounts) -> None:
     mounts.release(layer.digest, "h2")
     assert generations(mounts, layer) == [[]], "stays mounted, for the next one"
     # Somebody else is about to make the first mount of another layer.
-    (mounts._dirs.layers / ("0" * 64)).mkdir()
+    coming = here.dirs.layers / ("0" * 64)
+    coming.mkdir()
     assert mounts.trim(keep=1) == 0
     assert mounts.trim(keep=0) == 1
+    coming.rmdir()
     assert generations(mounts, layer) == []
     assert os.listdir(here.dirs.layers) == []
 
