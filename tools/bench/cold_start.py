@@ -3,8 +3,9 @@
 Ours comes from SeaweedFS over S3, podman's from Debian's docker-registry, both on loopback.
 Each round of ours begins with an empty node on which only the FUSE daemon runs, each of podman's
 with an empty storage directory; page caches are dropped before either. Ours is measured twice: the
-whole command `dsec run`, and in a process that runs containers already. What goes over the wire
-is counted by a proxy, in a round of its own.
+whole command `dsec run`, and in a process that runs containers already; then as a command once
+more when the store has a trace of one run. What goes over the wire is counted by a proxy, in a
+round of its own, without a trace.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PREFIX = "cold"
 DSEC = (sys.executable, "-c", "from dsecfs.cli.main import main; main()")
 
 
-def command(server: Seaweed, place: Path, *, url: str = "") -> tuple[float, int]:
+def command(server: Seaweed, place: Path, *options: str, url: str = "") -> tuple[float, int]:
     """`dsec run` on an empty node: seconds to the first output, bytes written."""
     with empty_node(place / "node", url or server.url(prefix=PREFIX)) as node:
         before = written(node)
@@ -42,7 +43,9 @@ def command(server: Seaweed, place: Path, *, url: str = "") -> tuple[float, int]
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         drop_caches()
-        ran = timed([*DSEC, "run", ENVIRONMENT, "--", *PROGRAM], {**os.environ, **settings})
+        ran = timed(
+            [*DSEC, "run", *options, ENVIRONMENT, "--", *PROGRAM], {**os.environ, **settings}
+        )
         if ran.output != b"ready\n":
             raise SystemExit(f"dsec run said {ran.output!r}")
         return ran.first_output_s, ran.written + written(node) - before
@@ -92,6 +95,8 @@ def main() -> None:
                 if number < given.repeat:
                     commands.append(command(server, place))
                     warms.append(warm_process(server, place))
+            command(server, place, "--record")
+            traced = [command(server, place)[0] for _ in range(given.repeat)]
         with registry(place) as host:
             image = push(layout, host, "science")
             peer = Podman(place)
@@ -109,6 +114,7 @@ def main() -> None:
     writes = spread([float(count) for _, count in commands])["median"]
     peer_writes = spread([float(one.written) for one in peers])["median"]
     ratio = theirs["median"] / ours["median"]
+    recorded = theirs["median"] / spread(traced)["median"]
     in_process = theirs["median"] / warm["median"]
     wire_share = passed["bytes_down"] / compressed
     disk_share = writes / peer_writes
@@ -120,17 +126,21 @@ def main() -> None:
             "podman pull + run from docker-registry, cold",
             "≥10×; wire ≤25 % of the compressed image; disk writes ≤15 % of podman's",
             f"{ratio:.1f}× as a command ({ours['median']:.2f} s), {in_process:.1f}× in a warm "
-            f"process ({warm['median']:.2f} s); wire {wire_share:.1%}; writes {disk_share:.1%}",
+            f"process ({warm['median']:.2f} s), {recorded:.1f}× once a run was recorded "
+            f"({spread(traced)['median']:.2f} s); wire {wire_share:.1%}; writes {disk_share:.1%}",
             ratio >= 10 and wire_share <= 0.25 and disk_share <= 0.15,
             {
                 "command_s": ours,
                 "warm_process_s": warm,
+                "with_a_trace_s": spread(traced),
                 "podman_s": theirs,
                 "compressed_bytes": compressed,
                 "wire": passed,
                 "written_bytes": writes,
                 "podman_written_bytes": peer_writes,
             },
+            note="without a trace the program waits for some 500 reads, one after the other, of a "
+            "store whose page cache is cold, too: its own imports decide what comes next",
         )
     )
 
