@@ -61,6 +61,21 @@ def locked_file(path: Path, what: str, *, wait_s: float = LOCK_S) -> Iterator[No
             os.close(fd)
 
 
+def try_lock_file(path: Path) -> int | None:
+    """A descriptor that holds the lock file `path`, made when missing, until it and its copies
+    are closed; None if somebody else holds it. OSError, so if its directory is gone."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if _is_at(fd, path):
+            return fd
+        os.close(fd)
+
+
 def _is_at(fd: int, path: Path) -> bool:
     """Whether `path` still names the open file `fd` (it may have been removed, or made anew)."""
     try:

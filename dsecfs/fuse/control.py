@@ -21,6 +21,7 @@ callers is bounded; whatever arrives, the mount goes on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -29,7 +30,6 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ _ACCEPT_AGAIN = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 STOP_MODES = ("refuse", "drain", "force")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
     """A name for `path` that fits the 108 bytes of sun_path (unix(7))."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -109,39 +109,51 @@ class FsClient:
 
     def call(self, op: str, *, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
         """The answer's fields. NotFound if no daemon listens, DeadlineExceeded if it does not
-        answer, or the error that it answered with."""
+        answer, or the error that it answered with.
+
+        A request whose worker ends before it has answered is asked again of the next one.
+        """
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
+        request = json.dumps({"op": op, **fields}).encode() + b"\n"
+        try:
+            while not (answer := self._ask(request, deadline)).endswith(b"\n"):
+                if len(answer) > MAX_LINE:
+                    raise FormatError(f"FUSE daemon at {self.path}: {op}: answer is too long")
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(0.01)
+        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+            raise NotFound(
+                f"no FUSE daemon at {self.path}", hint="it starts with the first mount"
+            ) from None
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"FUSE daemon at {self.path}: no answer to {op} in {limit:g} s",
+                hint=f"see {self.path.with_name('fs.log')}",
+            ) from None
+        except OSError as e:
+            raise MountError(f"FUSE daemon at {self.path}: {op}: {e.strerror}") from None
+        return self._result(op, answer)
+
+    def _ask(self, request: bytes, deadline: float) -> bytes:
+        """One attempt. The answer; without its end if the connection was lost."""
+        answer = bytearray()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
-            try:
-                s.settimeout(limit)
-                with _short(self.path) as name:
-                    _connect(s, name, deadline)
-                s.sendall(json.dumps({"op": op, **fields}).encode() + b"\n")
-                answer = bytearray()
+            s.settimeout(max(0.001, deadline - time.monotonic()))
+            with _short(self.path) as name:
+                _connect(s, name, deadline)
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                s.sendall(request)
                 while not answer.endswith(b"\n"):
                     s.settimeout(max(0.001, deadline - time.monotonic()))
                     part = s.recv(65536)
                     if not part or len(answer) > MAX_LINE:
                         break
                     answer += part
-            except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
-                raise NotFound(
-                    f"no FUSE daemon at {self.path}", hint="it starts with the first mount"
-                ) from None
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"FUSE daemon at {self.path}: no answer to {op} in {limit:g} s",
-                    hint=f"see {self.path.with_name('fs.log')}",
-                ) from None
-            except OSError as e:
-                raise MountError(f"FUSE daemon at {self.path}: {op}: {e.strerror}") from None
-        return self._result(op, bytes(answer))
+        return bytes(answer)
 
     def _result(self, op: str, answer: bytes) -> dict[str, Any]:
-        if not answer.endswith(b"\n"):
-            # Most likely the worker was replaced in the middle of the request.
-            raise DeadlineExceeded(f"FUSE daemon at {self.path}: {op}: connection lost")
         try:
             value = json.loads(answer)
             ok = value.pop("ok")

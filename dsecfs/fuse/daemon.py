@@ -2,15 +2,15 @@
 
 `start_daemon` runs `python -m dsecfs.fuse.daemon` detached and waits until a worker serves.
 What must hold:
-- one daemon per state directory: a lock on fs.lock is shared by all its processes and so
-  is held exactly as long as one of them lives. Who gets the lock may clean up whatever a
-  dead predecessor left;
+- one daemon per state directory: a lock on fs.lock is taken by who starts it and shared by all
+  its processes, so it is held exactly as long as one of them lives. Who gets the lock may clean
+  up whatever a dead predecessor left;
 - every wait is bounded; a daemon that cannot start says why to whoever started it.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import gc
 import logging
 import os
@@ -37,6 +37,7 @@ from dsecfs.fuse.mountpoint import fuse_device, recover_stale, tune
 from dsecfs.fuse.session import FSTYPE
 from dsecfs.kernel.cgroups import enter, leave_behind
 from dsecfs.kernel.mountinfo import mount_at
+from dsecfs.locks import try_lock_file
 
 log = logging.getLogger("dsecfs.fuse.daemon")
 
@@ -57,38 +58,38 @@ def start_daemon(config: FsConfig, *, timeout_s: float = START_S) -> FsClient:
     Busy if a daemon with this state directory runs already, MountError if it cannot mount,
     DeadlineExceeded after `timeout_s`.
     """
-    Path(config.state).mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock_fd = _lock(config.lock, PROBED_S)
+    if lock_fd is None:
+        raise Busy(f"FUSE daemon: another one runs for {config.state}", hint="stop it first")
     read_end, write_end = os.pipe()
+    fds = [write_end, lock_fd]
     try:
         with config.log.open("ab") as output:
             os.chmod(config.log, 0o600)
             subprocess.run(
-                [sys.executable, "-P", "-m", "dsecfs.fuse.daemon", "--detach", str(write_end)],
+                [sys.executable, "-P", "-m", "dsecfs.fuse.daemon", "--detach", *map(str, fds)],
                 input=config.to_json().encode(),
                 stdout=output,
                 stderr=output,
-                pass_fds=[write_end],
+                pass_fds=fds,
                 start_new_session=True,
                 env=environment(),
                 timeout=timeout_s,
                 check=False,
             )
-        os.close(write_end)
-        write_end = -1
+        while fds:
+            os.close(fds.pop())
         said = _read_until_end(read_end, timeout_s)
     except subprocess.TimeoutExpired:
         said = None
     finally:
-        os.close(read_end)
-        if write_end >= 0:
-            os.close(write_end)
+        for fd in (read_end, *fds):
+            os.close(fd)
     hint = f"see {config.log}"
     if said is None:
         raise DeadlineExceeded(f"FUSE daemon: not ready in {timeout_s:g} s", hint=hint)
     if said == "ready\n":
         return FsClient(config.control)
-    if said.startswith("busy"):
-        raise Busy(f"FUSE daemon: another one runs for {config.state}", hint="stop it first")
     why = said.removeprefix("failed ").strip() or "it ended without a word"
     raise MountError(f"FUSE daemon: {why}", hint=hint)
 
@@ -167,7 +168,10 @@ def _clear_dead(config: FsConfig) -> bool:
 def _wait_unlocked(path: Path, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        fd = _lock(path)
+        try:
+            fd = try_lock_file(path)
+        except FileNotFoundError:
+            return  # cleared already
         if fd is not None:
             os.close(fd)
             return
@@ -179,20 +183,12 @@ def _wait_unlocked(path: Path, timeout_s: float) -> None:
 def _lock(path: Path, wait_s: float = 0.0) -> int | None:
     deadline = time.monotonic() + wait_s
     while True:
-        fd = _try_lock(path)
-        if fd is not None or time.monotonic() >= deadline:
-            return fd
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # cleared between the two steps
+            fd = try_lock_file(path)
+            if fd is not None or time.monotonic() >= deadline:
+                return fd
         time.sleep(0.01)
-
-
-def _try_lock(path: Path) -> int | None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
 
 
 def _read_until_end(fd: int, timeout_s: float) -> str | None:
@@ -224,19 +220,27 @@ def environment() -> dict[str, str]:
 # -- the daemon itself -----------------------------------------------------------------
 
 
-def run(config: FsConfig, announce: Callable[[str], None], *, foreground: bool = False) -> int:
+def run(
+    config: FsConfig,
+    announce: Callable[[str], None],
+    *,
+    lock_fd: int | None = None,
+    foreground: bool = False,
+) -> int:
     """Mount, and supervise in this process until the end. Called again in every process
-    that is forked; the caller must end the process with the exit code that is returned."""
+    that is forked; the caller must end the process with the exit code that is returned.
+
+    `lock_fd` holds the lock already; None takes it."""
     # Heavy imports happen here, before the forks, so that their memory is shared.
     from dsecfs.fuse.logfile import log_to
     from dsecfs.fuse.session import mount
     from dsecfs.fuse.shared import share
     from dsecfs.fuse.supervisor import Supervisor
 
-    lock_fd = _lock(config.lock, PROBED_S)
+    lock_fd = _lock(config.lock, PROBED_S) if lock_fd is None else lock_fd
     if lock_fd is None:
-        announce("busy")
-        return 5
+        announce(f"another one runs for {config.state}")
+        return Busy.exit_code
     log_to(config.log, config.log_bytes, capture=not foreground, echo=foreground)
     if not foreground and config.cgroup and os.geteuid() == 0:
         # A service manager that runs us in the foreground has given us a group already.
@@ -284,15 +288,17 @@ def _protect() -> None:
 
 
 def main() -> None:
-    """`python -m dsecfs.fuse.daemon [--foreground | --detach FD | --adopt] < JSON`."""
+    """`python -m dsecfs.fuse.daemon [--foreground | --detach READY LOCK | --adopt] < JSON`."""
     from dsecfs.fuse.rescue import adopt
     from dsecfs.fuse.supervisor import exit_now
 
     arguments = sys.argv[1:]
-    ready_fd = -1
-    if arguments[:1] == ["--detach"] and len(arguments) == 2 and arguments[1].isdigit():
-        ready_fd = int(arguments[1])
-        os.set_inheritable(ready_fd, False)
+    ready_fd, lock_fd = -1, None
+    numbers = [int(word) for word in arguments[1:] if word.isdigit()]
+    if arguments[:1] == ["--detach"] and len(numbers) == len(arguments) - 1 == 2:
+        ready_fd, lock_fd = numbers
+        for fd in (ready_fd, lock_fd):
+            os.set_inheritable(fd, False)
     elif arguments not in ([], ["--foreground"], ["--adopt"]):
         print("usage: python -m dsecfs.fuse.daemon [--foreground] < config.json", file=sys.stderr)
         sys.exit(2)
@@ -326,7 +332,8 @@ def main() -> None:
         if adopting:
             code = adopt(text)
         else:
-            code = run(FsConfig.from_json(text), announce, foreground=foreground)
+            config = FsConfig.from_json(text)
+            code = run(config, announce, lock_fd=lock_fd, foreground=foreground)
     except DsecfsError as e:
         log.error("%s", e)
         announce(f"failed {e}")

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +28,11 @@ from dsecfs.fuse.mountpoint import fuse_device, recover_stale
 from dsecfs.fuse.trees import read_tree, write_tree
 from dsecfs.layers.digest import Digest
 from dsecfs.layers.local import LocalLayer
-from dsecfs.locks import locked_file
+from dsecfs.locks import locked_file, try_lock_file
 from dsecfs.nodedirs import NodeDirs
 
+STARTING_S = 30.0
+"""Longest wait for a daemon that starts, before it can be told to end."""
 _TARGET = "target"
 
 
@@ -85,7 +88,12 @@ def umount_tree(dirs: NodeDirs, target: Path, *, mode: str = "refuse") -> None:
             hint="dsec mount shows what is mounted",
         )
     with _locked(state):
-        stop_daemon(state, mode=mode)
+        deadline = time.monotonic() + STARTING_S
+        # A daemon that lives and does not listen is starting: its maker was killed.
+        while not stop_daemon(state, mode=mode) and _clear_dead(dirs, state) is None:
+            if time.monotonic() > deadline:
+                raise Busy(f"unmount {target}: its daemon is starting", hint="try again")
+            time.sleep(0.05)
         _clear_dead(dirs, state)
 
 
@@ -149,13 +157,20 @@ def _lives(state: Path) -> bool:
 def _clear_dead(dirs: NodeDirs, state: Path) -> Path | None:
     """Remove everything of a mount that does not live; its target, or the state's own path if
     there was none. None: it lives."""
-    if _lives(state):
-        return None
-    target = state
+    lock = -1
     with contextlib.suppress(FileNotFoundError):
-        target = Path(os.fsdecode((state / _TARGET).read_bytes()))
-        recover_stale(target)
-    (dirs.trees / f"{_tree(state)}.json").unlink(missing_ok=True)
-    if state.is_dir():
-        shutil.rmtree(state)
-    return target
+        if (held := try_lock_file(state / "fs.lock")) is None:
+            return None
+        lock = held  # a daemon that is just starting must not begin in what is removed
+    try:
+        target = state
+        with contextlib.suppress(FileNotFoundError):
+            target = Path(os.fsdecode((state / _TARGET).read_bytes()))
+            recover_stale(target)
+        (dirs.trees / f"{_tree(state)}.json").unlink(missing_ok=True)
+        if state.is_dir():
+            shutil.rmtree(state)
+        return target
+    finally:
+        if lock >= 0:
+            os.close(lock)

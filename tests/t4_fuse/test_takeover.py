@@ -247,7 +247,8 @@ def test_a_worker_alone_has_new_supervisors_made() -> None:
             stop_daemon(f.config)
         assert "Traceback" not in f.log()
         assert stop_daemon(f.config)
-        assert f.pids() == set()
+        # Somebody else on this machine may just be copying the mount table.
+        wait_for("everybody's end", lambda: not f.pids())
         assert sorted(os.listdir(f.dirs.run)) == ["fs", "fs.lock", "fs.log"]
 
 

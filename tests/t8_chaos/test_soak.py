@@ -14,7 +14,7 @@ import pytest
 
 from dsecfs.errors import DsecfsError
 from dsecfs.store.base import Store
-from dsecfs.store.faults import Rule
+from dsecfs.store.faults import Kind, Rule
 from tests.t8_chaos.stack import Content, Load, Mode, Node, drop_caches, node
 
 SOAK_S = float(os.environ.get("DSEC_SOAK_S", "25"))
@@ -62,7 +62,9 @@ def test_everything_at_once(
     with node(top / "node", shared_store, content, modes, cache={"max_bytes": 8 << 20}) as n:
 
         def faulty() -> None:
-            kinds = ("error", "busy", "cut", "short", "truncated", "wrong", "stall")
+            kinds: tuple[Kind, ...] = (
+                "error", "busy", "cut", "short", "truncated", "wrong", "stall",
+            )  # fmt: skip
             n.fault(
                 *(
                     Rule(k, probability=rng.choice((0.1, 0.5, 1.0)), seconds=0.2)
