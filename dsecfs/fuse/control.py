@@ -116,14 +116,18 @@ class FsClient:
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         request = json.dumps({"op": op, **fields}).encode() + b"\n"
+        lost = False
         try:
             while not (answer := self._ask(request, deadline)).endswith(b"\n"):
                 if len(answer) > MAX_LINE:
                     raise FormatError(f"FUSE daemon at {self.path}: {op}: answer is too long")
                 if time.monotonic() > deadline:
                     raise TimeoutError
+                lost = True
                 time.sleep(0.01)
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+            if lost and op == "stop":
+                return {"stopped": True}  # it did before it could say so
             raise NotFound(
                 f"no FUSE daemon at {self.path}", hint="it starts with the first mount"
             ) from None

@@ -9,10 +9,13 @@ is not possible the process stays where it is, and says so.
 from __future__ import annotations
 
 import contextlib
-import os
+import time
 from pathlib import Path
 
 from dsecfs.kernel.mountinfo import mounts_here
+
+ENDING_S = 1.0
+"""Longest wait for processes that have let go of everything else."""
 
 
 def hierarchies() -> list[Path]:
@@ -53,6 +56,20 @@ def _inherit(place: Path) -> None:
 
 def leave_behind(group: str) -> None:
     """Remove `group` where nobody is in it."""
-    for top in hierarchies():
+    deadline = time.monotonic() + ENDING_S
+    for top in hierarchies() if group.strip("/") else ():
+        place = top / group.lstrip("/")
+        while not _removed(place) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def _removed(place: Path) -> bool:
+    """False if only processes are in it that are just ending: those are not listed any more."""
+    try:
+        place.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
         with contextlib.suppress(OSError):
-            os.rmdir(top / group.lstrip("/"))
+            return bool((place / "cgroup.procs").read_text())
+    return True
