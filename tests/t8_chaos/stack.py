@@ -15,7 +15,7 @@ import shutil
 import tarfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -38,6 +38,7 @@ from dsecfs.store.base import Store
 from dsecfs.store.faults import Rule
 from tests.support.mounts import why_no_erofs
 from tests.t4_fuse.family import Family, wait_for, why_no_resend
+from tests.t5_runtime.conftest import APPLETS
 from tests.t8_chaos.faultyworker import RULES
 
 Mode = Literal["kernel", "loop", "fuse"]
@@ -107,6 +108,19 @@ def publish(
         digests.append(publish_source(store, source, wanted, meta, options=options).digest)
         path.unlink()
     return Content(tuple(digests), sums, len(sums) + layers)
+
+
+def publish_shell(store: Store, place: Path, sums: Mapping[str, str] | None = None) -> Digest:
+    """A base with a shell; with `sums` it also has /sums, for `sha256sum -c`."""
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "busybox").write_bytes(Path("/usr/bin/busybox").read_bytes())
+    (place / "bin" / "busybox").chmod(0o755)
+    for name in (*APPLETS, "sha256sum"):
+        (place / "bin" / name).symlink_to("busybox")
+    lines = [f"{digest}  /{name}\n" for name, digest in (sums or {}).items()]
+    (place / "sums").write_text("".join(lines))
+    source = open_image(f"dir:{place}").layers[0]
+    return publish_source(store, source, None, Meta("base", "linux/amd64")).digest
 
 
 class Node(Family):

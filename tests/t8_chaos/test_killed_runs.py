@@ -20,11 +20,9 @@ from dsec_runtime.cgroups import places
 from dsec_runtime.run import Runner, RunSpec
 from dsec_runtime.upper import UpperKind
 from dsecfs.layers.local import LocalLayer
-from dsecfs.layers.publish import Meta, publish_source
-from dsecfs.layers.sources.image import open_image
 from dsecfs.store.base import Store
-from tests.t5_runtime.conftest import APPLETS, why_no_containers
-from tests.t8_chaos.stack import HANG_S, Content, Mode, Node, node, why_not
+from tests.t5_runtime.conftest import why_no_containers
+from tests.t8_chaos.stack import HANG_S, Content, Mode, Node, node, publish_shell, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers() or "ok")
 
@@ -156,14 +154,7 @@ def killed(
     mode: Mode = request.param
     if why_not(mode):
         pytest.skip(why_not(mode))
-    base = top / "base"
-    (base / "bin").mkdir(parents=True)
-    (base / "bin" / "busybox").write_bytes(Path("/usr/bin/busybox").read_bytes())
-    (base / "bin" / "busybox").chmod(0o755)
-    for name in APPLETS:
-        (base / "bin" / name).symlink_to("busybox")
-    source = open_image(f"dir:{base}").layers[0]
-    shell = publish_source(shared_store, source, None, Meta("base", "linux/amd64")).digest
+    shell = publish_shell(shared_store, top / "base")
     whole = Content((shell, *content.layers), content.sums, 0)
     with node(top / "node", shared_store, whole, ()) as n:
         made = Killed(n, mode)
