@@ -37,8 +37,10 @@ class Node:
 
     def __init__(self) -> None:
         self.family = Family()
+        self.store = DirectoryStore(self.family.top / "store", create=True)
+
+    def up(self) -> None:
         f = self.family
-        self.store = DirectoryStore(f.top / "store", create=True)
         self.sums: dict[str, str] = {}
         rng = random.Random(4)
         self.layers: list[Digest] = []
@@ -75,6 +77,7 @@ class Node:
 def node() -> Iterator[Node]:
     made = Node()
     try:
+        made.up()
         yield made
     except BaseException:
         print(made.family.log())
