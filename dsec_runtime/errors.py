@@ -25,3 +25,42 @@ class ProgramNotFound(SandboxError):
 
 class NoSuchUser(SandboxError):
     """The user or group does not exist in the environment's /etc/passwd or /etc/group."""
+
+
+class SandboxLost(SandboxError):
+    """The sandbox is gone: killed, out of memory, or its node was restarted."""
+
+
+class NoSuchSandbox(SandboxError):
+    """No sandbox (or exec, or session) of that name is on this node."""
+
+    exit_code = 3
+
+
+class WrongState(SandboxError):
+    """The sandbox is not in a state in which this can be done."""
+
+    exit_code = 4
+
+
+class CannotFreeze(SandboxError):
+    """A task did not stop in time: it waits for a file system or a device. The sandbox runs on."""
+
+    recoverable = True
+
+
+class Refused(SandboxError):
+    """The node has no room for it now. Nothing was made."""
+
+    recoverable = True
+    exit_code = 5
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 10.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class KeeperError(SandboxError):
+    """The process that owns commands could not do it. The sandbox itself is not concerned."""
+
+    recoverable = True

@@ -21,6 +21,11 @@ one (default /run/dsec): what it says is about mounts and processes of this boot
     run/layers/<hex>/<gen>/ EROFS mounts, one per layer and generation
     run/sandboxes/<id>/     bundle, root mount point and record of one `dsec run`
     run/uids/               uid ranges in use
+    data/edge.db            journal of the edge
+    data/sandboxes/<id>/    what the edge keeps of a sandbox: execs/<exec>/ has a command's output
+    run/edge.sock           the edge's API
+    run/keeper.sock         the keeper: who owns the commands in sandboxes
+    run/gate.sock           the gate: the network of sandboxes
 """
 
 from __future__ import annotations
@@ -137,3 +142,26 @@ class NodeDirs:
     @property
     def uids(self) -> Path:
         return self.run / "uids"
+
+    @property
+    def journal(self) -> Path:
+        return self.data / "edge.db"
+
+    def kept(self, sandbox: str) -> Path:
+        """What the edge keeps of a sandbox until it is removed."""
+        return self.data / "sandboxes" / sandbox
+
+    def exec(self, sandbox: str, exec_id: str) -> Path:
+        return self.kept(sandbox) / "execs" / exec_id
+
+    @property
+    def edge(self) -> Path:
+        return self.run / "edge.sock"
+
+    @property
+    def keeper(self) -> Path:
+        return self.run / "keeper.sock"
+
+    @property
+    def gate(self) -> Path:
+        return self.run / "gate.sock"
