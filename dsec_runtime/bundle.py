@@ -16,7 +16,7 @@ import functools
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +127,15 @@ class Process:
     """What runs first in a container, below PID 1."""
 
     args: tuple[str, ...]
+    """Empty: PID 1 alone, which waits and collects what others leave."""
     env: Mapping[str, str]
     cwd: str
     user: User
     console: Mapping[str, int] | None
     """Size of its terminal as {"height", "width"} in characters; None without a terminal."""
     no_new_privileges: bool
+    rlimits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Soft and hard limits besides the defaults, by name: RLIMIT_STACK …"""
 
 
 def check_size(args: Sequence[str], env: Mapping[str, str]) -> None:
@@ -176,15 +179,18 @@ def config(
     cgroup: str,
     limits: Limits,
     seccomp: bool = True,
+    shm_bytes: int = SHM_BYTES,
+    mounts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The configuration of one container whose merged tree is at `rootfs` in its bundle."""
+    """The configuration of one container whose merged tree is at `rootfs` in its bundle.
+    `mounts` come after ours."""
     mapping = [{"containerID": 0, "hostID": ids.start, "size": ids.size}]
     return {
         "ociVersion": OCI_VERSION,
-        "process": _process(process),
+        "process": process_config(process, init=True),
         "root": {"path": ROOT, "readonly": False},
         "hostname": hostname,
-        "mounts": _mounts(init),
+        "mounts": [*_mounts(init, shm_bytes), *mounts],
         "linux": {
             "namespaces": [
                 {"type": kind}
@@ -201,19 +207,24 @@ def config(
     }
 
 
-def _process(process: Process) -> dict[str, Any]:
+def process_config(process: Process, *, init: bool = False) -> dict[str, Any]:
+    """The `process` object of a container's first process (`init`), or of a later one."""
     user = process.user
+    args = list(process.args)
+    if init:
+        args = [INIT, "--", *args] if args else [INIT, "-P"]
     # As docker does: a user who is not root starts with nothing but the bounding set, so a
     # setuid program can still get what is in it.
     held = list(CAPABILITIES) if user.uid == 0 else []
     soft, hard = _open_files()
+    rlimits = {"RLIMIT_NOFILE": (soft, hard), "RLIMIT_CORE": (0, 0), **process.rlimits}
     # crun passes on changes of the size, and only those.
     size = {"consoleSize": process.console} if process.console else {}
     return {
         "terminal": process.console is not None,
         **size,
         "user": {"uid": user.uid, "gid": user.gid, "additionalGids": list(user.groups)},
-        "args": [INIT, "--", *process.args],
+        "args": args,
         "env": environment(process.env),
         "cwd": process.cwd,
         "capabilities": {
@@ -224,8 +235,7 @@ def _process(process: Process) -> dict[str, Any]:
             "ambient": [],
         },
         "rlimits": [
-            {"type": "RLIMIT_NOFILE", "soft": soft, "hard": hard},
-            {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
+            {"type": name, "soft": low, "hard": high} for name, (low, high) in rlimits.items()
         ],
         "noNewPrivileges": process.no_new_privileges,
         "oomScoreAdj": OOM_SCORE,
@@ -238,7 +248,7 @@ def _open_files() -> tuple[int, int]:
     return min(OPEN_FILES[0], hard), hard
 
 
-def _mounts(init: Path) -> list[dict[str, Any]]:
+def _mounts(init: Path, shm_bytes: int) -> list[dict[str, Any]]:
     def mount(at: str, kind: str, *options: str) -> dict[str, Any]:
         return {"destination": at, "type": kind, "source": kind, "options": list(options)}
 
@@ -256,7 +266,7 @@ def _mounts(init: Path) -> list[dict[str, Any]]:
             "mode=0620",
             "gid=5",
         ),
-        mount("/dev/shm", "tmpfs", *safe, "mode=1777", f"size={SHM_BYTES}"),
+        mount("/dev/shm", "tmpfs", *safe, "mode=1777", f"size={shm_bytes}"),
         mount("/dev/mqueue", "mqueue", *safe),
         mount("/sys", "sysfs", *safe, "ro"),
     ]

@@ -36,6 +36,8 @@ END_S = 10.0
 
 _BATCH = 64
 """Processes that are killed at a time; a descriptor of each is open then."""
+_MOST = 4096
+"""Processes that get a signal other than SIGKILL."""
 
 Limit = Literal["memory", "pids"]
 
@@ -128,6 +130,23 @@ def kill(cgroup: str) -> None:
             _kill_in(inner)
 
 
+def send(cgroup: str, number: signal.Signals) -> None:
+    """Send a signal to everything in a control group, once."""
+    for place in places(cgroup):
+        for inner in [*_below(place), place]:
+            with contextlib.suppress(OSError, MountError):
+                _kill_processes(inner, _processes(inner)[:_MOST], number)
+        return  # every hierarchy has the same processes
+
+
+def discard(cgroup: str) -> None:
+    """Remove a control group if nothing is in it."""
+    for place in places(cgroup):
+        for inner in [*_below(place), place]:
+            with contextlib.suppress(OSError):
+                inner.rmdir()
+
+
 def _kill_in(group: Path) -> None:
     """Of one group alone. crun freezes it first, and one that is killed then leaves it frozen;
     in version 1 the frozen do not even die of SIGKILL."""
@@ -148,7 +167,9 @@ def _processes(group: Path) -> list[int]:
     return [pid for line in (group / "cgroup.procs").read_text().split() if (pid := int(line))]
 
 
-def _kill_processes(group: Path, pids: Sequence[int]) -> None:
+def _kill_processes(
+    group: Path, pids: Sequence[int], number: signal.Signals = signal.SIGKILL
+) -> None:
     """An id may be another process's by now, but not any more once a descriptor of it is open."""
     with contextlib.ExitStack() as stack:
         held = {}
@@ -158,7 +179,7 @@ def _kill_processes(group: Path, pids: Sequence[int]) -> None:
                 stack.callback(os.close, fd)
                 held[pid] = fd
         for pid in set(_processes(group)) & set(held):
-            pidfd_send_signal(held[pid], signal.SIGKILL)
+            pidfd_send_signal(held[pid], number)
 
 
 def remove(cgroup: str) -> None:

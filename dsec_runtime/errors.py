@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsecfs.errors import DsecfsError
+from dsecfs.errors import BadInput, DsecfsError
 
 
 class SandboxError(DsecfsError):
@@ -64,3 +64,33 @@ class KeeperError(SandboxError):
     """The process that owns commands could not do it. The sandbox itself is not concerned."""
 
     recoverable = True
+
+
+class NoEdge(SandboxError):
+    """No edge answers, or the connection to it broke. Sandboxes live on without one."""
+
+    recoverable = True
+
+
+class PortError(SandboxError):
+    """What answered on a port in the sandbox gave no proper answer. The sandbox can be used."""
+
+    recoverable = True
+
+
+class PortClosed(PortError):
+    """Nothing listens on that port in the sandbox."""
+
+
+class GateError(SandboxError):
+    """The gate could not change what a sandbox may reach. Nothing more than before is allowed."""
+
+    recoverable = True
+
+
+class BadNetwork(BadInput):
+    """A rule of a network policy that names nothing or may not be. `field` is where it stands."""
+
+    def __init__(self, message: str, *, field: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.field = field

@@ -76,8 +76,10 @@ class RunNamespace:
         *,
         streams: Sequence[int],
         inherited: Sequence[int],
+        more: Sequence[tuple[int, Path]] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a program in a copy of the namespace with the mount `root` attached `at`.
+        """Start a program in a copy of the namespace with the mount `root` attached `at`, and
+        `more` mounts at their places.
 
         `streams` are its standard input, output and error, `inherited` the other descriptors
         it gets. It has a process group of its own: a terminal's signals reach it only through us.
@@ -87,6 +89,8 @@ class RunNamespace:
             unshare(CLONE_NEWNS)
             try:
                 move_mount(root, at)
+                for fd, path in more:
+                    move_mount(fd, path)
                 if self._hybrid:
                     mount("dsec", _UNIFIED, "tmpfs", _CGROUP_FLAGS, "mode=700,size=64k")
                 return subprocess.Popen(

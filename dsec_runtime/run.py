@@ -94,7 +94,7 @@ class RunSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class Slot:
     """A range of ids and a user namespace with its mapping, reused from run to run."""
 
     range: UidRange
@@ -132,7 +132,7 @@ class Runner:
             raise Unsupported("run a container: not root", hint="run it as root")
         self._dirs = NodeDirs(dirs.data.absolute(), dirs.run.absolute())
         self._crun = _program("crun", "apt-get install crun")
-        self._init = _first(_INIT_PROGRAMS, "PID 1 (catatonit)", "apt-get install catatonit")
+        self.init = _first(_INIT_PROGRAMS, "PID 1 (catatonit)", "apt-get install catatonit")
         self._own_mounts = mounts is None
         self.mounts = LayerMounts(self._dirs, mode=mode) if mounts is None else mounts
         # In FUSE mode a range that was used before has its trees in the kernel's caches.
@@ -140,7 +140,7 @@ class Runner:
         self._uids = UidRanges(self._dirs, first=first_uid, count=uid_ranges, lowest=fuse)
         self._lock = threading.Lock()
         self._namespace: RunNamespace | None = None
-        self._idle: list[_Slot] = []
+        self._idle: list[Slot] = []
         self.sandboxes = Sandboxes(
             self._dirs,
             self.mounts,
@@ -178,9 +178,9 @@ class Runner:
         self.in_namespace()
         self.mounts.start()
         skeleton(self._dirs)
-        slots = [self._take_slot() for _ in range(ranges)]
+        slots = [self.take_slot() for _ in range(ranges)]
         for slot in slots:
-            self._give_back(slot)
+            self.give_back(slot)
 
     def recover(self) -> list[str]:
         """Remove what killed processes left on this node; ids of their sandboxes."""
@@ -195,28 +195,32 @@ class Runner:
         """The namespace in which crun runs, made at the first call."""
         with self._lock:
             if self._namespace is None:
-                self._namespace = RunNamespace(self._dirs, (self._crun, self._init))
+                self._namespace = RunNamespace(self._dirs, (self._crun, self.init))
             return self._namespace
 
-    def _take_slot(self) -> _Slot:
+    def take_slot(self) -> Slot:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         taken = self._uids.acquire()
         if self.mounts.mode == "fuse":
-            return _Slot(taken, None)
+            return Slot(taken, None)
         try:
-            return _Slot(taken, user_namespace(taken.ids))
+            return Slot(taken, user_namespace(taken.ids))
         except BaseException:
             taken.release()
             raise
 
-    def _give_back(self, slot: _Slot) -> None:
+    def give_back(self, slot: Slot) -> None:
         with self._lock:
             if len(self._idle) < IDLE_RANGES:
                 self._idle.append(slot)
                 return
         slot.close()
+
+    def free_range(self, start: int) -> None:
+        """Free a range whose sandbox was cleared, and whose process is gone."""
+        self._uids.free(start)
 
     # -- running -----------------------------------------------------------------------
 
@@ -233,14 +237,14 @@ class Runner:
         _check(spec)
         clock = Clock()
         with contextlib.ExitStack() as undo:
-            slot = self._take_slot()
-            # Not `_give_back`: a range whose sandbox was not cleared must not be used again.
+            slot = self.take_slot()
+            # Not `give_back`: a range whose sandbox was not cleared must not be used again.
             undo.callback(slot.close)
             clock.lap("ids")
 
             sandbox = new_id()
             layers = (*spec.layers, skeleton(self._dirs))
-            claim = self._claim(sandbox, layers, slot)
+            claim = self.claim(sandbox, layers, slot)
             undo.callback(self.sandboxes.clear, claim)
             watch = LimitWatch(self.sandboxes.cgroup(sandbox), spec.limits)
             undo.callback(watch.close)
@@ -249,12 +253,20 @@ class Runner:
             clock.lap("claim")
 
             with contextlib.ExitStack() as open_fds:
-                tree = self._tree(spec, sandbox, layers, slot, open_fds, clock)
+                tree = self.tree(
+                    sandbox,
+                    layers,
+                    slot,
+                    open_fds,
+                    clock,
+                    upper=spec.upper,
+                    upper_limit=spec.upper_limit,
+                )
                 open_fds.callback(os.close, tree)
                 process = _resolve(spec, tree)
                 content = config(
                     process,
-                    init=self._init,
+                    init=self.init,
                     hostname=spec.hostname,
                     ids=slot.range.ids,
                     cgroup=watch.group,
@@ -287,7 +299,7 @@ class Runner:
                 claim.close()
                 slot.close()
                 raise
-            self._give_back(slot)
+            self.give_back(slot)
 
         def kill() -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -298,23 +310,36 @@ class Runner:
 
         return Running(sandbox, crun, streams, clear, kill, errors, clock, spec.timeout_s, watch)
 
-    def _claim(self, sandbox: str, layers: Sequence[LocalLayer], slot: _Slot) -> Claim:
-        start = slot.range.ids.start
+    def claim(
+        self,
+        sandbox: str,
+        layers: Sequence[LocalLayer],
+        slot: Slot,
+        *,
+        more: Sequence[LocalLayer] = (),
+        owner: str = "",
+    ) -> Claim:
+        """The claim of a sandbox of `layers`, with `more` layers mounted in it."""
+        start, others = slot.range.ids.start, [layer.digest for layer in more]
         if self.mounts.mode == "fuse":
             tree = self.mounts.trees.name(layers, slot.range.ids)
-            return self.sandboxes.claim(sandbox, [], start, tree)
-        return self.sandboxes.claim(sandbox, [layer.digest for layer in layers], start)
+            return self.sandboxes.claim(sandbox, others, start, tree, owner)
+        digests = [layer.digest for layer in layers] + others
+        return self.sandboxes.claim(sandbox, digests, start, owner=owner)
 
-    def _tree(
+    def tree(
         self,
-        spec: RunSpec,
         sandbox: str,
         layers: tuple[LocalLayer, ...],
-        slot: _Slot,
+        slot: Slot,
         open_fds: contextlib.ExitStack,
         clock: Clock,
+        *,
+        upper: UpperKind,
+        upper_limit: int | None,
     ) -> int:
-        """The merged tree as an unattached mount; its parts are closed with `open_fds`."""
+        """The merged tree as an unattached mount, top layer first; its parts are closed with
+        `open_fds`. The claim has been made."""
         holder = Holder(sandbox, self.sandboxes.record(sandbox))
         if self.mounts.mode == "fuse":
             ids, trees = slot.range.ids, self.mounts.trees
@@ -326,14 +351,12 @@ class Runner:
         for fd in lowers:
             open_fds.callback(os.close, fd)
         clock.lap("clones")
-        upper = open_upper(
-            self._dirs, sandbox, spec.upper, spec.upper_limit, slot.range.ids, lowers[0]
-        )
-        open_fds.callback(os.close, upper)
+        writes = open_upper(self._dirs, sandbox, upper, upper_limit, slot.range.ids, lowers[0])
+        open_fds.callback(os.close, writes)
         clock.lap("upper")
         tree = self.mounts.overlay(
             lowers,
-            upper,
+            writes,
             what=f"mount root of sandbox {sandbox}",
             place=self.sandboxes.place(sandbox),
             volatile=True,

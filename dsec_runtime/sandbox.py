@@ -8,7 +8,7 @@
 
 What must hold: the claim is there before everything else and goes last. `clear` removes all
 the rest, whatever is there of it, and can be repeated. Whoever holds the claim may clear:
-the process that ran it, or `recover` when that process is dead. docs/artifacts.md is the
+the process that ran it, or `recover` when that process is dead; of the edge's sandboxes, the edge. docs/artifacts.md is the
 table of all of it.
 """
 
@@ -37,6 +37,8 @@ from dsecfs.nodedirs import NodeDirs
 log = logging.getLogger("dsec_runtime.sandbox")
 
 CLAIM_FORMAT = 1
+EDGE = "edge"
+"""Owner of the sandboxes of `dsec node`: the edge alone clears them, also after it was killed."""
 CRUN_S = 30.0
 """Longest wait for a crun command that only cleans up."""
 
@@ -63,7 +65,7 @@ class Sandboxes:
         self._dirs = dirs
         self._layers = layers
         self._namespace = namespace
-        self._crun = crun
+        self.crun = crun
         self.cgroup_parent = cgroup_parent
 
     @property
@@ -82,12 +84,18 @@ class Sandboxes:
 
     def command(self, *args: str) -> list[str]:
         """A crun command line with our global options."""
-        return [str(self._crun), "--root", str(self.state), "--cgroup-manager=cgroupfs", *args]
+        return [str(self.crun), "--root", str(self.state), "--cgroup-manager=cgroupfs", *args]
 
     def claim(
-        self, sandbox: str, layers: Sequence[Digest], uid_start: int, tree: str = ""
+        self,
+        sandbox: str,
+        layers: Sequence[Digest],
+        uid_start: int,
+        tree: str = "",
+        owner: str = "",
     ) -> Claim:
-        """The first trace of a new sandbox on this node. `tree` is its root in FUSE mode."""
+        """The first trace of a new sandbox on this node. `tree` is its root in FUSE mode.
+        `owner`: EDGE if the sandbox outlives this process."""
         self._dirs.sandboxes.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = {
             "format": CLAIM_FORMAT,
@@ -96,6 +104,7 @@ class Sandboxes:
             "cgroup": self.cgroup(sandbox),
             "layers": list(layers),
             "tree": tree,
+            "owner": owner,
         }
         return Claim.make(self.record(sandbox), content)
 
@@ -106,6 +115,10 @@ class Sandboxes:
         except FileNotFoundError:
             return []
         return [n[:-5] for n in names if n.endswith(".json") and _ID.match(n[:-5])]
+
+    def owner(self, sandbox: str) -> str:
+        """EDGE for sandboxes that live on when the process that made them ends."""
+        return str(read_claim(self.record(sandbox)).get("owner", ""))
 
     def uid_starts(self) -> set[int]:
         """Starts of the uid ranges that sandboxes with a claim use."""
@@ -151,8 +164,13 @@ class Sandboxes:
         tried again by the next recovery."""
         cleared = []
         for sandbox in self.all():
+            if self.owner(sandbox) == EDGE:
+                continue
             claim = Claim.take(self.record(sandbox))
             if claim is None:
+                continue
+            if claim.read().get("owner") == EDGE:  # it was just being written
+                claim.close()
                 continue
             try:
                 self.clear(claim)

@@ -94,6 +94,12 @@ class UidRanges:
                 freed.append(start)
         return freed
 
+    def free(self, start: int) -> None:
+        """Free a range whose holder is gone. Nothing happens if it is free, or held."""
+        claim = Claim.take(self._place / str(start))
+        if claim is not None:
+            claim.release()
+
     def taken(self) -> list[int]:
         """Starts of the ranges that are given out."""
         return sorted(int(path.name) for path in self._claims())

@@ -255,6 +255,50 @@ class Settings:
         low=5,
         high=3600,
     )
+    node_group: str = _setting(
+        "dsec", _parse_text, "group that may use the edge's socket (dsec node); empty: root alone"
+    )
+    node_listen: str = _setting(
+        "",
+        _parse_text,
+        "HOST:PORT where the edge listens besides its socket; needs node_token_file, and "
+        "loopback or node_tls_cert",
+    )
+    node_token_file: str = _setting(
+        "", _parse_text, "file with the token that callers over TCP must send"
+    )
+    node_url: str = _setting(
+        "",
+        _parse_text,
+        "edge that dsec sandbox and dsec node talk to: http://HOST:PORT or https://…, with the "
+        "token in node_token_file; empty: the socket in run_dir",
+        hot=True,
+    )
+    node_tls_cert: str = _setting("", _parse_text, "PEM file: certificate of the edge, with chain")
+    node_tls_key: str = _setting("", _parse_text, "PEM file: its key")
+    node_host_mounts: str = _setting(
+        "", _parse_text, "paths of the node, separated by ':', that sandboxes may mount"
+    )
+    node_max_sandboxes: int = _setting(
+        4096, _parse_int, "sandboxes on the node at a time", low=1, high=65536
+    )
+    node_overcommit_memory: float = _setting(
+        1.0,
+        _parse_float,
+        "memory that requests may add up to, times what the machine has",
+        low=0.01,
+        high=100,
+    )
+    node_overcommit_cpu: float = _setting(
+        4.0,
+        _parse_float,
+        "CPUs that requests may add up to, times what the machine has",
+        low=0.01,
+        high=1000,
+    )
+    network_services: str = _setting(
+        "", _parse_text, "TOML file with named services for network policies, besides the built-in"
+    )
 
     @property
     def dirs(self) -> NodeDirs:

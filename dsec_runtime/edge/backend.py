@@ -56,7 +56,11 @@ class HostCommand:
     "": none, its process tree is killed instead."""
     counters: Mapping[str, tuple[Path, str]] = field(default_factory=dict)
     """Files with lines "KEY NUMBER" to compare at the start and at the end; the names (memory,
-    pids) are the limits that were hit when a number grew."""
+    pids; what follows a dot tells several apart) are the limits that were hit when one grew."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Name and content of files it needs in the command's directory, "{place}" in `argv`."""
+    links: Mapping[str, Path] = field(default_factory=dict)
+    """Symlinks that it needs there, and where they lead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,10 @@ class Backend(Protocol):
 
     def destroy(self, sandbox: str, record: Record | None) -> None:
         """End all of its processes and remove everything but what is kept in the journal."""
+        ...
+
+    def close(self) -> None:
+        """The edge ends; sandboxes go on."""
         ...
 
     def all(self) -> list[str]:
