@@ -33,6 +33,7 @@ from dsec_runtime.bundle import (
 )
 from dsec_runtime.container.groups import Group
 from dsec_runtime.container.inside import add_hosts, ensure_user
+from dsec_runtime.container.lxcfs import Lxcfs
 from dsec_runtime.container.mounts import Extra, local_layer, open_mounts
 from dsec_runtime.edge.backend import Command, HostCommand, Place, Record
 from dsec_runtime.edge.model import SandboxSpec, Stats
@@ -79,6 +80,8 @@ class ContainerBackend:
         except BaseException:
             self._mounts.close()
             raise
+        self._lxcfs = Lxcfs(node.dirs)
+        self._lxcfs.start()
         self._sandboxes = self._runner.sandboxes
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}
@@ -216,6 +219,13 @@ class ContainerBackend:
             allowed=self._node.settings.node_host_mounts.split(":"),
             undo=open_fds,
         )
+        if self._lxcfs.answers() or self._lxcfs.start():
+            fd = self._lxcfs.open()
+            open_fds.callback(os.close, fd)
+            at = place / "lxcfs"
+            at.mkdir(mode=0o700)
+            extra.attach.append((fd, at))
+            extra.config += self._lxcfs.mounts(at)
         for path, size in spec.tmpfs.items():
             options = ["nosuid", "nodev", "mode=1777", f"size={size}m"]
             extra.config.append(
@@ -393,8 +403,9 @@ class ContainerBackend:
             cpu_s=usage.cpu_s,
             pids=max(0, usage.pids - 1),
             disk_bytes=disk,
-            # What the file system's own tables take of the limit cannot be written.
-            disk_limit_bytes=found.f_blocks * found.f_frsize,
+            # What the file system's own tables take of the limit, and what it keeps for itself,
+            # cannot be written.
+            disk_limit_bytes=(found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize,
             execs=0,
         )
 

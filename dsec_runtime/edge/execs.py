@@ -40,7 +40,7 @@ from dsec_runtime.edge.model import (
 )
 from dsec_runtime.errors import NoSuchSandbox, SandboxError, WrongState
 from dsec_runtime.keeper.client import Ended, Frame, Keeper, Start
-from dsec_runtime.keeper.log import Kept, read_ended, read_kept
+from dsec_runtime.keeper.log import STREAMS, Kept, end_of, read_at, read_ended, read_kept
 from dsecfs.errors import BadInput, DeadlineExceeded
 from dsecfs.nodedirs import NodeDirs
 
@@ -55,7 +55,9 @@ MAX_EXECS = 1000
 MAX_RUNNING = 512
 """Commands of one sandbox at a time."""
 _SHELL = ("/bin/sh", "-c")
-_DISK_FULL = 0.995
+_PIECE = 1 << 18
+_DISK_LEFT = 1 << 20
+"""With fewer bytes left, a command that failed probably failed of that."""
 
 
 @dataclass(slots=True)
@@ -322,7 +324,8 @@ class Execs:
             return False
         with contextlib.suppress(SandboxError):
             stats = self.host.backend_of(box).stats(box.row.id, record)
-            return stats.disk_bytes >= _DISK_FULL * stats.disk_limit_bytes > 0
+            left = stats.disk_limit_bytes - stats.disk_bytes
+            return left <= min(_DISK_LEFT, stats.disk_limit_bytes // 10)
         return False
 
     # -- output, input -----------------------------------------------------------------
@@ -334,6 +337,24 @@ class Execs:
         ended. A reader that makes progress loses nothing; one that does not is dropped."""
         self.get(box, id)
         return self._keeper.follow(id, self._dirs.exec(box.row.id, id), at)
+
+    def kept(
+        self, box: Box, id: str, at: tuple[int, int] = (0, 0)
+    ) -> AsyncIterator[Frame]:
+        """Output from these offsets on that is there now, standard output first."""
+        self.get(box, id)
+        return self._kept(self._dirs.exec(box.row.id, id), at)
+
+    async def _kept(self, place: Path, at: tuple[int, int]) -> AsyncIterator[Frame]:
+        for stream, offset in zip(STREAMS, at, strict=True):
+            end = await self.host.call(end_of, place, stream)
+            while offset < end:
+                most = min(_PIECE, end - offset)
+                offset, data = await self.host.call(read_at, place, stream, offset, most)
+                if not data:
+                    break
+                yield Frame(stream, offset, data)
+                offset += len(data)
 
     async def write(self, box: Box, id: str, data: bytes) -> None:
         self._alive(box, id)

@@ -56,6 +56,9 @@ class Start:
     """Rows, columns."""
     timeout_s: float | None = None
     grace_s: float = 5.0
+    state: Path | None = None
+    """File that the command gets as descriptor 3; what it writes to descriptor 4 is kept
+    (log.read_state)."""
 
     def message(self) -> dict[str, Any]:
         command = self.command
@@ -70,6 +73,7 @@ class Start:
             "tty": None if self.tty is None else list(self.tty),
             "timeout_s": self.timeout_s,
             "grace_s": self.grace_s,
+            "state": None if self.state is None else str(self.state.absolute()),
         }
 
 

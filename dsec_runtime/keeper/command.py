@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 from dsec_runtime import cgroups
 from dsec_runtime.keeper import process
 from dsec_runtime.keeper.held import Held
-from dsec_runtime.keeper.log import FULL, STDERR, STDOUT, Ended, Writer, read_ended
+from dsec_runtime.keeper.log import (
+    FULL,
+    MAX_STATE,
+    STATE,
+    STDERR,
+    STDOUT,
+    Ended,
+    Writer,
+    read_ended,
+)
 from dsecfs.kernel.syscalls import pidfd_open
 
 if TYPE_CHECKING:
@@ -61,6 +70,7 @@ class Command:
         self._writers = {
             STDOUT: Writer(self.place, STDOUT, KEEP),
             STDERR: Writer(self.place, STDERR, KEEP),
+            STATE: Writer(self.place, STATE, KEEP),
         }
         self._stopped: set[str] = set()
         self._tokens = float(BURST)
@@ -97,6 +107,13 @@ class Command:
             else:
                 stdin = self._worker.null.open()
             theirs.append(stdin)
+            extra = []
+            if meta["state"] is not None:
+                state = os.open(meta["state"], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                theirs.append(state)
+                fds["state"], new = os.pipe2(os.O_CLOEXEC)
+                theirs.append(new)
+                extra = [state, new]
             for fd in fds.values():
                 os.set_blocking(fd, False)
             names = list(fds)
@@ -107,7 +124,7 @@ class Command:
                 word.replace("{console}", str(listener)).replace("{place}", str(self.place))
                 for word in meta["argv"]
             ]
-            self.held.pid = process.start(argv, (stdin, out, err), [])
+            self.held.pid = process.start(argv, (stdin, out, err), extra)
         finally:
             for fd in theirs:
                 os.close(fd)
@@ -128,6 +145,8 @@ class Command:
         for name, stream in (("out", STDOUT), ("err", STDERR)):
             if name in fds:
                 self._watch_output(name, stream)
+        if "state" in fds:
+            worker.watch(fds["state"], lambda events: self._take_state())
         if "console" in fds:
             worker.watch(fds["console"], self._got_console)
         if "pty" in fds:
@@ -190,9 +209,23 @@ class Command:
             self._close(name)
             self._maybe_done()
             return 0
+        if stream == STATE:
+            return moved
         unread = [at[stream - 1] for at in self.followers.values()]
         writer.trim(min(unread, default=writer.end))
         return moved
+
+    def _take_state(self) -> None:
+        """More than MAX_STATE is counted, and thrown away."""
+        writer = self._writers[STATE]
+        if "state" not in self.held.fds:
+            return
+        if writer.end <= MAX_STATE:
+            self._take("state", STATE)
+            return
+        with contextlib.suppress(BlockingIOError):
+            if not writer.discard(self.held.fds["state"], _TAKE):
+                self._close("state")
 
     def _stop_output(self, name: str) -> None:
         self._stopped.add(name)
@@ -477,7 +510,7 @@ class Command:
             duration_s=max(0.0, now - meta["started"] - held_s),
             limits=tuple(sorted(grown)),
             lost=lost,
-            written={str(s): w.end for s, w in self._writers.items()},
+            written={str(s): self._writers[s].end for s in (STDOUT, STDERR)},
         )
         try:
             self.ended.write(self.place)
@@ -488,7 +521,7 @@ class Command:
         self._worker.tell("ended", self.held.id)
         process.reap(self.held.pid)
         self.held.pid = 0
-        self._close("stdin", "console")
+        self._close("stdin", "console", "state")
         (self._worker.run / f"tty-{self.held.id}").unlink(missing_ok=True)
         if group := meta["cgroup"]:
             cgroups.discard(group)
@@ -499,9 +532,11 @@ class Command:
         """Take what is there when it ends."""
         if "pty" in self.held.fds:
             self._pump(_EPOLLIN)
-        for name, stream in (("out", STDOUT), ("err", STDERR)):
+        for name, stream in (("out", STDOUT), ("err", STDERR), ("state", STATE)):
             taken = 0
             while name in self.held.fds and taken < BURST:
+                if stream == STATE and taken > MAX_STATE:
+                    break
                 moved = self._take(name, stream)
                 if not moved:
                     break

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from dsec_runtime.cgroups import places as cgroup_places
+from dsec_runtime.container.lxcfs import Lxcfs
 from dsec_runtime.keeper.start import ask, end_keeper
 from dsecfs.kernel.mountinfo import mounts_here
 from dsecfs.kernel.namespaces import unpin_namespaces
@@ -206,7 +207,7 @@ class RealNode:
             "mounts": [
                 str(m.point)
                 for m in mounts_here()
-                if m.point.is_relative_to(self.place) and not re.search("/run/(ns|fs)", str(m.point))
+                if m.point.is_relative_to(self.place) and not re.search("/run/(ns|fs|lxcfs)", str(m.point))
             ],
             "loops": [
                 str(p)
@@ -230,6 +231,7 @@ class RealNode:
         deadline = time.monotonic() + 10
         while ask(self.dirs, "ping") is not None and time.monotonic() < deadline:
             time.sleep(0.05)
+        Lxcfs.end(self.dirs)
         self.dsec("fs", "stop", "--force")
         unpin_namespaces(self.dirs.run / "ns")
         for mount in reversed(mounts_here()):

@@ -32,6 +32,9 @@ def test_what_a_command_sees(node: RealNode, box: str) -> None:
     groups = node.sh(box, "cat /proc/self/cgroup").splitlines()
     limiting = [line for line in groups if line.split(":")[1] in ("memory", "pids", "freezer", "")]
     assert limiting and all("/exec-" in line or ":0::" in f":{line}" for line in limiting), groups
+    status = dict(x.split(":\t") for x in node.sh(box, "cat /proc/self/status").splitlines()[8:])
+    assert (status["Seccomp"], status["CapAmb"]) == ("2", "0" * 16)
+    assert int(status["CapEff"], 16) & (1 << 21) == 0, "CAP_SYS_ADMIN"
     assert node.sh(box, "hostname; pwd; whoami 2>/dev/null || id -un") == "sandbox\n/\nroot\n"
     env = dict(line.split("=", 1) for line in node.sh(box, "env").splitlines())
     assert env["LANG"] == "C.UTF-8" and env["HOME"] == "/root"
@@ -90,6 +93,7 @@ def test_limits_are_told(node: RealNode) -> None:
     assert (result["outcome"], result["limit"]) == ("pids", "pids"), result
     result = node.run(made, "dd if=/dev/zero of=/root/big bs=1M count=64")
     assert (result["outcome"], result["limit"]) == ("disk", "disk"), result
+    assert "MemTotal:          32768 kB" in node.sh(made, "cat /proc/meminfo")
     stats = node.call("GET", f"/v1/sandboxes/{made}/stats").json
     assert stats["memory_limit_bytes"] == 32 << 20 and stats["disk_bytes"] > 8 << 20
 

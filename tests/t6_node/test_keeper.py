@@ -17,7 +17,7 @@ import pytest
 from dsec_runtime.edge.backend import HostCommand
 from dsec_runtime.errors import KeeperError
 from dsec_runtime.keeper.client import Ended, Keeper, Start
-from dsec_runtime.keeper.log import read_kept
+from dsec_runtime.keeper.log import read_kept, read_state
 from dsec_runtime.keeper.start import ask, end_keeper, ensure_keeper
 from dsecfs.nodedirs import NodeDirs
 
@@ -270,6 +270,26 @@ def test_kill_9_of_a_process_of_the_keeper(dirs: NodeDirs, victim: str) -> None:
                 assert read_kept(place, 1 << 20).stdout.head == want
             await asyncio.wait_for(following, 10)
             assert b"".join(frames) == want
+
+    asyncio.run(check())
+
+
+def test_state_goes_through_two_descriptors(dirs: NodeDirs, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with commands(dirs) as c:
+            (tmp_path / "before").write_bytes(b"before")
+            _, place = first = await c.start(
+                "cat <&3; printf after >&4; exec 4>&-", state=tmp_path / "before"
+            )
+            assert (await c.keeper.wait(*first)).code == 0
+            assert read_kept(place, 100).stdout.head == b"before"
+            assert read_state(place) == b"after"
+            _, place = second = await c.start(
+                "head -c 9000000 /dev/zero >&4; echo on", state=tmp_path / "before"
+            )
+            assert (await c.keeper.wait(*second)).code == 0
+            assert read_state(place) is None
+            assert sum(p.stat().st_size for p in place.glob("3.*")) < 4 << 20
 
     asyncio.run(check())
 
