@@ -17,6 +17,7 @@ Watching is best effort, limits are not: what cannot be watched is left to crun 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -115,12 +116,18 @@ def _count(events: Path, wanted: str) -> int:
 def places(cgroup: str) -> list[Path]:
     """Where a control group is: one place in version 2, one per controller in version 1."""
     name = cgroup.lstrip("/")
-    try:
-        with os.scandir(BASE) as entries:
-            hierarchies = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    return [p for p in (BASE / name, *(h / name for h in hierarchies)) if p.is_dir()]
+    found = (f"{base}/{name}" for base in _hierarchies())
+    return [Path(place) for place in found if os.path.isdir(place)]
+
+
+@functools.cache
+def _hierarchies() -> list[str]:
+    """Where control groups are mounted. That does not change."""
+    if control_groups() == "v2":
+        return [str(BASE)]
+    with contextlib.suppress(FileNotFoundError), os.scandir(BASE) as entries:
+        return [e.path for e in entries if e.is_dir(follow_symlinks=False)]
+    return []
 
 
 def kill(cgroup: str) -> None:

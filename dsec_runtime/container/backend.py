@@ -316,15 +316,17 @@ class ContainerBackend:
             rlimits={name: (low, high) for name, (low, high) in record["rlimits"].items()},
         )
         inner = f"exec-{os.urandom(6).hex()}"
+        group = Group(record["cgroup"])
+        group.make_inner(inner)
+        scratch = self._sandboxes.place(sandbox) / inner
+        self._exec_state(sandbox, scratch, f"{record['cgroup']}/{inner}")
+        (scratch / "process.json").write_text(json.dumps(process_config(process)))
         options = ["--console-socket={console}", "--tty"] if command.tty else []
         if command.extra_fds:
             options.append(f"--preserve-fds={command.extra_fds}")
-        group = Group(record["cgroup"])
-        group.make_inner(inner)
-        state, files, links = self._exec_state(sandbox, f"{record['cgroup']}/{inner}")
         argv = (
-            *(str(self._sandboxes.crun), "--root", state, "--cgroup-manager=cgroupfs"),
-            *("--log=file:{place}/crun.log", "exec", "--process={place}/process.json"),
+            *(str(self._sandboxes.crun), "--root", str(scratch), "--cgroup-manager=cgroupfs"),
+            *(f"--log=file:{scratch / 'log'}", "exec", f"--process={scratch / 'process.json'}"),
             *(*options, sandbox),
         )
         return HostCommand(
@@ -332,30 +334,30 @@ class ContainerBackend:
             console=command.tty,
             cgroup=f"{record['cgroup']}/{inner}",
             counters=group.counters(inner),
-            files={"process.json": json.dumps(process_config(process)), **files},
-            links=links,
+            scratch=scratch,
         )
 
-    def _exec_state(
-        self, sandbox: str, cgroup: str
-    ) -> tuple[str, dict[str, str], dict[str, Path]]:
+    def _exec_state(self, sandbox: str, scratch: Path, cgroup: str) -> None:
         """crun's state of the container once more, with another control group in it: that is
         where crun exec puts the command. (--cgroup does it in version 2 alone, and in version 1
         puts the command into no group of the sandbox at all.)"""
-        place = self._sandboxes.state / sandbox
+        state = self._sandboxes.state / sandbox
         try:
-            status = json.loads((place / "status").read_text())
+            status = json.loads((state / "status").read_text())
+            names = os.listdir(state)
         except (OSError, ValueError) as e:
             raise SandboxLost(f"sandbox {sandbox}: crun's state of it: {e}") from None
         if "cgroup-path" not in status:
             raise SandboxError(f"sandbox {sandbox}: crun's state names no control group")
         status["cgroup-path"] = cgroup
-        links = {
-            f"crun/{sandbox}/{path.name}": path
-            for path in place.iterdir()
-            if path.name != "status"
-        }
-        return "{place}/crun", {f"crun/{sandbox}/status": json.dumps(status)}, links
+        copy = scratch / sandbox
+        scratch.mkdir(mode=0o700)
+        copy.mkdir(mode=0o700)
+        for name in names:
+            if name == "status":
+                (copy / name).write_text(json.dumps(status))
+            else:
+                (copy / name).symlink_to(state / name)
 
     def place(self, sandbox: str, record: Record, user: str | None = None) -> Place:
         with self._root(sandbox, record) as root:

@@ -57,10 +57,9 @@ class HostCommand:
     counters: Mapping[str, tuple[Path, str]] = field(default_factory=dict)
     """Files with lines "KEY NUMBER" to compare at the start and at the end; the names (memory,
     pids; what follows a dot tells several apart) are the limits that were hit when one grew."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Name and content of files it needs in the command's directory, "{place}" in `argv`."""
-    links: Mapping[str, Path] = field(default_factory=dict)
-    """Symlinks that it needs there, and where they lead."""
+    scratch: Path | None = None
+    """Directory with what it needs, removed when it has ended; its file "log" has what the runtime
+    itself had to say when it failed."""
 
 
 @dataclass(frozen=True, slots=True)

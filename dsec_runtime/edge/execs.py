@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
+from dsec_runtime import cgroups
 from dsec_runtime.edge.backend import Backend, Command, HostCommand, Record
 from dsec_runtime.edge.box import Box
 from dsec_runtime.edge.model import (
@@ -176,14 +177,12 @@ class Execs:
         """Blocking: what runs, and the note that it will."""
         found = backend.command(sandbox, record, command)
         place.mkdir(mode=0o700, parents=True)
-        note = {"started_at": run.started_at, "spec": run.spec.model_dump(mode="json")}
+        note = {
+            "started_at": run.started_at,
+            "spec": run.spec.model_dump(mode="json"),
+            "cgroup": found.cgroup,
+        }
         (place / SPEC).write_text(json.dumps(note))
-        for name in (*found.files, *found.links):
-            (place / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, content in found.files.items():
-            (place / name).write_text(content)
-        for name, target in found.links.items():
-            (place / name).symlink_to(target)
         return found
 
     def _shell(self, box: Box) -> tuple[str, ...]:
@@ -233,7 +232,10 @@ class Execs:
     async def _finish(self, box: Box, run: Running) -> None:
         """Wait for the end, whoever asks for it."""
         try:
-            ended = await self._keeper.wait(run.id, self._dirs.exec(box.row.id, run.id))
+            place = self._dirs.exec(box.row.id, run.id)
+            ended = await self._keeper.wait(run.id, place)
+            if ended.lost:
+                await self.host.call(_kill_rest, place)
             run.result = await self.host.call(self._conclude, box, run, ended)
         finally:
             run.ended_at = time.time()
@@ -299,9 +301,10 @@ class Execs:
         stdout, stderr, truncated = _outputs(place)
         denied = self.host.denied(box) - run.denied_before
         outcome, fault, limit, message = judge(ended, denied, self._disk_full(box, ended))
-        if ended.code not in (0, None) and (said := _runtime_said(place)):
+        if ended.error:
             # The program never ran: it was there when it was asked for, and then was not, say.
-            outcome, fault, limit, message = Outcome.LOST, Fault.PLATFORM, "", said
+            outcome, fault, limit = Outcome.LOST, Fault.PLATFORM, ""
+            message = f"the container runtime: {ended.error}"
         known = fault != Fault.PLATFORM
         return ExecResult(
             id=run.id,
@@ -471,12 +474,12 @@ def judge(ended: Ended, denied: int, disk_full: bool) -> tuple[Outcome, Fault, s
     return Outcome.EXITED, Fault.NONE, "", ""
 
 
-def _runtime_said(place: Path) -> str:
-    """What the OCI runtime had to say about a failure of its own."""
-    with contextlib.suppress(OSError):
-        text = (place / "crun.log").read_text(errors="replace").strip()
-        return f"crun: {text[:2000]}" if text else ""
-    return ""
+def _kill_rest(place: Path) -> None:
+    """Nobody looks after what a lost command has left."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        group = json.loads((place / SPEC).read_text())["cgroup"]
+        if group:
+            cgroups.kill(str(group))
 
 
 def _outputs(place: Path) -> tuple[Output, Output, bool]:

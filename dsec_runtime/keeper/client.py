@@ -69,6 +69,7 @@ class Start:
             "cgroup": command.cgroup,
             "counters": {n: [str(path), key] for n, (path, key) in command.counters.items()},
             "place": str(self.place.absolute()),
+            "scratch": None if command.scratch is None else str(command.scratch.absolute()),
             "stdin": self.stdin,
             "tty": None if self.tty is None else list(self.tty),
             "timeout_s": self.timeout_s,

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -510,6 +511,7 @@ class Command:
             duration_s=max(0.0, now - meta["started"] - held_s),
             limits=tuple(sorted(grown)),
             lost=lost,
+            error=self._runtime_said() if code else "",
             written={str(s): self._writers[s].end for s in (STDOUT, STDERR)},
         )
         try:
@@ -525,8 +527,16 @@ class Command:
         (self._worker.run / f"tty-{self.held.id}").unlink(missing_ok=True)
         if group := meta["cgroup"]:
             cgroups.discard(group)
+        if meta["scratch"] is not None:
+            shutil.rmtree(meta["scratch"], ignore_errors=True)  # it goes with its sandbox, too
         self._worker.finished(self, self.ended)
         self._maybe_done()
+
+    def _runtime_said(self) -> str:
+        if (scratch := self.meta["scratch"]) is not None:
+            with contextlib.suppress(OSError):
+                return (Path(scratch) / "log").read_text(errors="replace").strip()[:2000]
+        return ""
 
     def _drain(self) -> None:
         """Take what is there when it ends."""

@@ -3,7 +3,6 @@
     1.<start>, 2.<start>   segments of standard output and error: raw bytes, <start> is the offset
                            of the first one in the stream, 16 digits; SEGMENT bytes each
     exit.json              how the command ended (`Ended`), written once, atomically
-    meta.json              what was started, by the keeper
 
 What must hold: bytes go from the command's pipe to the segment by splice(2), so a byte is in one
 of the two whatever is killed, and the end of the last segment is the end of what was taken. The
@@ -33,7 +32,6 @@ SEGMENT = 4 << 20
 HEAD = SEGMENT
 """The first segment of each stream is kept; a result shows a MiB of it."""
 EXIT = "exit.json"
-META = "meta.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Ended:
     lost: bool = False
     """Its end was not seen; code and signal are None."""
     error: str = ""
-    """Why it could not be started."""
+    """What the container runtime had to say: the program did not run."""
     written: dict[str, int] = field(default_factory=dict)
     """Bytes of each stream up to its end: {"1": n, "2": n}. What it left behind may write more."""
 

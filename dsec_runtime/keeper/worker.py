@@ -10,21 +10,19 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import json
 import logging
 import os
 import select
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from dsec_runtime.keeper import process
 from dsec_runtime.keeper.command import MAX_STDIN, Command
 from dsec_runtime.keeper.held import Held, Pair
 from dsec_runtime.keeper.holder import Shared
-from dsec_runtime.keeper.log import META, Ended
+from dsec_runtime.keeper.log import Ended
 from dsec_runtime.keeper.protocol import Message, ProtocolError, Unpacker, pack
 from dsec_runtime.nulldevice import NullDevice
 
@@ -241,7 +239,6 @@ class Worker:
         id = meta["id"]
         if id in self.commands:
             return {}
-        (Path(meta["place"]) / META).write_text(json.dumps(meta))
         meta["started_at"], meta["started"] = time.time(), time.monotonic()
         meta["before"] = process.read_counters(meta["counters"])
         held = Held(id, meta)
