@@ -95,17 +95,26 @@ class Claim:
 
     @staticmethod
     def make(path: Path, content: object) -> Claim:
-        """Create `path` with JSON `content` and hold it. Conflict if it exists."""
+        """Create `path` with JSON `content` and hold it. Conflict if it exists; Busy if somebody
+        who took it for a dead process's keeps it for LOCK_S; OSError, and then it is gone."""
+        deadline = time.monotonic() + LOCK_S
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             try:
                 fd = os.open(path, flags, 0o600)
             except FileExistsError:
                 raise Conflict(f"{path} is taken") from None
-            claim = Claim._lock(path, fd)
-            if claim is not None:  # else somebody took it for a dead process's and removed it
+            # Between these two steps somebody may take it for a dead process's, and remove it
+            # in a moment: until then its name is not free, and it is not ours.
+            claim = Claim._lock(path, fd, deadline)
+            if claim is None:
+                continue
+            try:
                 claim.write(content)
-                return claim
+            except BaseException:
+                claim.release()
+                raise
+            return claim
 
     @staticmethod
     def take(path: Path) -> Claim | None:
@@ -114,19 +123,31 @@ class Claim:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        return Claim._lock(path, fd)
+        try:
+            return Claim._lock(path, fd)
+        except Busy:
+            return None
 
     @staticmethod
-    def _lock(path: Path, fd: int) -> Claim | None:
+    def _lock(path: Path, fd: int, deadline: float = 0.0) -> Claim | None:
+        """None if it is no longer at `path`; Busy if somebody else holds it until `deadline`.
+        `fd` is closed then."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise Busy(f"{path}: taken by another process", hint="try again") from None
+                    time.sleep(0.001)
+            if _is_at(fd, path):
+                return Claim(path, fd)
+        except BaseException:
             os.close(fd)
-            return None
-        if not _is_at(fd, path):
-            os.close(fd)
-            return None
-        return Claim(path, fd)
+            raise
+        os.close(fd)
+        return None
 
     def read(self) -> dict[str, Any]:
         """The content; {} if its maker died before it was written."""

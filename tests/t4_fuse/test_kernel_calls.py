@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -41,7 +42,7 @@ from dsecfs.kernel.syscalls import (
     pidfd_send_signal,
     umount,
 )
-from dsecfs.locks import Claim, locked_file
+from dsecfs.locks import Claim, locked_file, read_claim
 from tests.support.mounts import needs_erofs
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
@@ -388,6 +389,49 @@ def test_claims_are_rewritten_and_survive_garbage(tmp_path: Path) -> None:
     again = Claim.take(tmp_path / "c")
     assert again is not None and again.read() == {}
     again.release()
+
+
+def test_a_claim_taken_for_a_dead_one_s_is_made_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody recovers just between the two steps of `make`: he removes the new file."""
+    path = tmp_path / "claim"
+    taken: list[Claim] = []
+    real = fcntl.flock
+    clearing: list[threading.Thread] = []
+
+    def flock(fd: int, how: int) -> None:
+        if not taken:
+            with path.open("rb") as file:
+                other = os.dup(file.fileno())
+            real(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken.append(Claim(path, other))
+            clearing.append(threading.Timer(0.05, taken[0].release))
+            clearing[0].start()
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    claim = Claim.make(path, {"who": "maker"})
+    clearing[0].join()
+    assert read_claim(path) == {"who": "maker"}
+    assert Claim.take(path) is None
+    claim.release()
+
+
+def test_a_claim_that_cannot_be_written_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    fds = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            Claim.make(tmp_path / "claim", {})
+    assert not (tmp_path / "claim").exists()
+    assert set(os.listdir("/proc/self/fd")) == fds
+    Claim.make(tmp_path / "claim", {}).release()
 
 
 def test_lock_files_exclude_and_give_up(tmp_path: Path) -> None:
