@@ -152,6 +152,11 @@ class Family:
         return self.config.log.read_text() if self.config.log.exists() else ""
 
     def remove(self) -> None:
+        self.end_family()
+        shutil.rmtree(self.top)
+
+    def end_family(self) -> None:
+        """End its processes and take its mount away, whatever state they are in."""
         with contextlib.suppress(DsecfsError):
             stop_daemon(self.config, mode="force", timeout_s=10)
         self.kill_everybody()
@@ -160,7 +165,6 @@ class Family:
             _libc.umount2(os.fsencode(self.dirs.fs), 1)
             if _libc.umount2(os.fsencode(self.dirs.fs), 2):
                 break
-        shutil.rmtree(self.top)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from dsecfs.store.base import Store
 from dsecfs.store.open import open_store
+from tests.t8_chaos.machine import Base, publish_base
 from tests.t8_chaos.stack import MODES, Content, Mode, publish, why_not
 
 
@@ -36,6 +37,16 @@ def shared_store(shared_top: Path) -> Iterator[Store]:
 @pytest.fixture(scope="session")
 def content(shared_store: Store, shared_top: Path) -> Content:
     return publish(shared_store, shared_top)
+
+
+@pytest.fixture(scope="session")
+def base(shared_top: Path) -> Base:
+    """A base by name in a store of its own, for tests that run `dsec`."""
+    store = open_store(f"file:{shared_top}/named", create=True)
+    try:
+        return publish_base(store, shared_top / "rootfs")
+    finally:
+        store.close()
 
 
 @pytest.fixture

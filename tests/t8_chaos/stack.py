@@ -72,17 +72,24 @@ class Content:
     """Everything below the root of the merged tree."""
 
 
-def make_tar(path: Path, number: int, files: int, seed: int) -> dict[str, str]:
-    """An archive with `files` files below dir<number>/; their sums."""
+def random_files(place: Path, number: int, files: int, seed: int) -> dict[str, str]:
+    """`files` files below `place`/dir<number>/; their sums by path."""
     rng = random.Random(f"{seed}:{number}")
     sums = {}
-    place = path.with_suffix(".d")
     (place / f"dir{number}").mkdir(parents=True)
     for i in range(files):
         name = f"dir{number}/file{i}"
         data = rng.randbytes(rng.choice((100, 20_000, 150_000, 700_000)))
         (place / name).write_bytes(data)
         sums[name] = hashlib.sha256(data).hexdigest()
+    return sums
+
+
+def make_tar(path: Path, number: int, files: int, seed: int) -> dict[str, str]:
+    """An archive with `random_files`; their sums."""
+    place = path.with_suffix(".d")
+    sums = random_files(place, number, files, seed)
+
     def timeless(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.mtime = 1_700_000_000
         return info

@@ -3,7 +3,6 @@ finds all of it: nothing is left that was not there before."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from dsec_runtime.upper import UpperKind
 from dsecfs.layers.local import LocalLayer
 from dsecfs.store.base import Store
 from tests.t5_runtime.conftest import why_no_containers
+from tests.t8_chaos.remains import below, loops_of, mounts_of, processes_of
 from tests.t8_chaos.stack import HANG_S, Content, Mode, Node, node, publish_shell, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_no_containers()), reason=why_no_containers() or "ok")
@@ -95,7 +95,7 @@ class Killed:
         files = {
             str(path.relative_to(top))
             for place in (dirs.run, dirs.uppers)
-            for path in _below(place, skip=dirs.fs)
+            for path in below(place, skip=dirs.fs)
             if not path.name.startswith("fs.")
         }
         groups = {str(p) for place in places(self.parent) for p in place.rglob("*") if p.is_dir()}
@@ -103,48 +103,10 @@ class Killed:
         return {
             "files": files,
             "groups": groups,
-            "mounts": [_mounts(top), *(_mounts(top, space) for space in spaces)],
-            "loops": _loops(top),
-            "processes": _processes(str(top)),
+            "mounts": [mounts_of(top), *(mounts_of(top, space) for space in spaces)],
+            "loops": loops_of(top),
+            "processes": processes_of(str(top)),
         }
-
-
-def _below(place: Path, skip: Path) -> Iterator[Path]:
-    for path in place.iterdir() if place.is_dir() else ():
-        yield path
-        if path != skip and path.is_dir() and not path.is_symlink():
-            yield from _below(path, skip)
-
-
-def _mounts(top: Path, space: Path | None = None) -> list[str]:
-    enter = [] if space is None else ["nsenter", f"--mount={space}"]
-    done = subprocess.run(
-        [*enter, "cat", "/proc/self/mountinfo"], capture_output=True, check=True, timeout=20
-    )
-    lines = os.fsdecode(done.stdout).splitlines()
-    found = [line.split(" ")[4] + " " + line.partition(" - ")[2] for line in lines]
-    kinds = () if space is None else ("erofs", "overlay")
-    return sorted(s for s in found if str(top) in s or s.split(" ")[1] in kinds)
-
-
-def _loops(top: Path) -> list[str]:
-    found = []
-    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with contextlib.suppress(OSError):
-            if (backing := path.read_text().strip()).startswith(str(top)):
-                found.append(backing)
-    return sorted(found)
-
-
-def _processes(text: str) -> list[str]:
-    """Command lines that name the node's directory: runs, crun and what it starts."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if text in line:
-                found.append(line)
-    return found
 
 
 @pytest.fixture
