@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsecfs.errors import BadInput, DsecfsError
+from dsecfs.errors import BadInput, Conflict, DsecfsError, NotFound
 
 
 class SandboxError(DsecfsError):
@@ -94,3 +94,48 @@ class BadNetwork(BadInput):
     def __init__(self, message: str, *, field: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.field = field
+
+
+class FilesError(SandboxError):
+    """The process that touches files for us could not be used or was killed. A file is the old one
+    or the new one; of a tree, a part may have been done."""
+
+    recoverable = True
+
+
+class FileProblem(SandboxError):
+    """What is at a path in a sandbox, or how it changes, does not fit the operation."""
+
+
+class NoSuchFile(FileProblem, NotFound):
+    """Nothing is at that path in the sandbox."""
+
+    exit_code = 3
+
+
+class FileExists(FileProblem, Conflict):
+    """Something is at that path already, or a directory is not empty."""
+
+    exit_code = 4
+
+
+class FileDenied(FileProblem):
+    """The sandbox's user may not do it."""
+
+
+class NoSpace(FileProblem):
+    """The sandbox's disk, its quota or its inodes are used up."""
+
+
+class BadRange(FileProblem):
+    """A range of bytes that the file does not have."""
+
+
+class SnapshotFailed(SandboxError):
+    """A snapshot could not be made. The sandbox goes on, and nothing was published."""
+
+    recoverable = True
+
+
+class NodeFull(SnapshotFailed):
+    """The node's disk has no room for the work. The sandbox goes on."""

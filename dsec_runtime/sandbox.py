@@ -8,8 +8,8 @@
 
 What must hold: the claim is there before everything else and goes last. `clear` removes all
 the rest, whatever is there of it, and can be repeated. Whoever holds the claim may clear:
-the process that ran it, or `recover` when that process is dead; of the edge's sandboxes, the edge. docs/artifacts.md is the
-table of all of it.
+the process that ran it, or `recover` when that process is dead; of the edge's sandboxes, the edge.
+docs/artifacts.md is the table of all of it.
 """
 
 from __future__ import annotations

@@ -26,15 +26,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from dsecfs.errors import BadInput, MountError, Unsupported
-from dsecfs.kernel.loop import attach_loop
+from dsecfs.errors import BadInput, MountError, NotFound, Unsupported
+from dsecfs.kernel.loop import attach_loop, find_loop
 from dsecfs.kernel.namespaces import IdRange
 from dsecfs.kernel.syscalls import (
     MOUNT_ATTR_NODEV,
+    MOUNT_ATTR_NOEXEC,
     MOUNT_ATTR_NOSUID,
+    MOUNT_ATTR_RDONLY,
     FsContext,
     closing,
     open_tree,
+    share_blocks,
 )
 from dsecfs.locks import locked_file
 from dsecfs.mount.overlay import UPPER, WORK
@@ -47,6 +50,7 @@ DEFAULT_LIMIT = 4 << 30
 MIN_LIMIT = 4 << 20
 _MKFS_S = 60.0
 _CLAIM = "claim"
+_DISK = "disk.ext4"
 _STARTING_S = 60.0
 """An upper without a word of its claim may be so young that the word is still to come."""
 
@@ -74,7 +78,7 @@ def open_upper(
         if kind == "disk":
             fd = open_tree(place)
         else:
-            fd = _image(dirs, place / "disk.ext4", limit or DEFAULT_LIMIT)
+            fd = _image(dirs, place / _DISK, limit or DEFAULT_LIMIT)
     try:
         _fill(fd, ids, root)
     except BaseException:
@@ -166,6 +170,63 @@ def _copy_sparse(source: Path, target: Path) -> None:
                 if count == 0:
                     raise MountError(f"copy {source}: it became shorter")
                 start += count
+
+
+# -- looking at one from outside -----------------------------------------------------------
+
+
+def live_upper(dirs: NodeDirs, sandbox: str) -> int:
+    """A descriptor of the directory that has what a sandbox wrote, for reading only: it shows
+    changes as they happen. Of `image` uppers.
+
+    The image is mounted a second time through its loop device: the kernel gives the same file
+    system, under a mount of our own that is attached nowhere and goes with the descriptor.
+    Nothing has to be kept for it while the sandbox lives. NotFound when there is no such upper.
+    """
+    image = dirs.uppers / sandbox / _DISK
+    try:
+        device = find_loop(image)
+    except OSError as e:
+        raise NotFound(f"upper of sandbox {sandbox}: {e.strerror}") from None
+    if device is None:
+        raise NotFound(f"upper of sandbox {sandbox}: it is not mounted")
+    with closing(device):
+        return _upper_of(device, f"mount upper of sandbox {sandbox}", read_only=False)
+
+
+def cloned_upper(dirs: NodeDirs, sandbox: str) -> int | None:
+    """The same of a copy that nothing changes any more, made by sharing blocks: a matter of
+    milliseconds, whatever its size. None where the file system of the data directory cannot.
+
+    To be called when nothing writes to the upper and it was synced. The copy has no name and is
+    gone when the descriptor is closed, or with this process.
+    """
+    with closing(os.open(dirs.uppers / sandbox / _DISK, os.O_RDONLY | os.O_CLOEXEC)) as image:
+        try:
+            copy = os.open(dirs.uppers, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            if e.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+                return None
+            raise
+        with closing(copy):
+            if not share_blocks(image, copy):
+                return None
+            with closing(attach_loop(Path(f"/proc/self/fd/{copy}"), direct_io=False)) as device:
+                what = f"mount a copy of the upper of sandbox {sandbox}"
+                return _upper_of(device, what, read_only=True)
+
+
+def _upper_of(device: int, what: str, *, read_only: bool) -> int:
+    """The directory of the upper on a device, on a read-only mount. `read_only`: of a file system
+    that is, too (it must be said as it was mounted before)."""
+    flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC
+    with FsContext("ext4", what) as fs:
+        fs.set("source", f"/proc/self/fd/{device}")
+        if read_only:
+            fs.flag("ro")
+        found = fs.mount(flags)
+    with closing(found):
+        return os.open(UPPER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=found)
 
 
 def is_claimed(upper: Path) -> bool:

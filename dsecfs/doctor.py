@@ -145,6 +145,7 @@ _PROGRAMS: tuple[tuple[str, tuple[str, ...], str, bool, str], ...] = (
         True,
         "PID 1 of containers",
     ),
+    ("lxcfs", ("lxcfs",), "lxcfs", False, "a sandbox's limits in its /proc"),
     ("fusermount3", ("fusermount3",), "fuse3", False, "FUSE mounts without root"),
     ("skopeo", ("skopeo",), "skopeo", False, "images from registries (docker://)"),
     ("mkfs.ext4", ("mkfs.ext4",), "e2fsprogs", False, "uppers of kind image"),

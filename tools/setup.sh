@@ -59,8 +59,8 @@ stamp_of() {
 }
 
 # What dsec runs with, and what pyfuse3 is built with.
-RUN_PACKAGES=(ca-certificates catatonit crun e2fsprogs fuse3 gcc libfuse3-dev mmdebstrap
-    pkg-config python3-dev python3-venv)
+RUN_PACKAGES=(ca-certificates catatonit crun e2fsprogs fuse3 gcc iproute2 libfuse3-dev lxcfs
+    mmdebstrap nftables pkg-config python3-dev python3-venv)
 # What tests compare with or make their inputs with.
 TEST_PACKAGES=(acl attr busybox-static bzip2 docker-registry erofs-utils git libcap2-bin lz4 skopeo
     umoci xz-utils zstd)

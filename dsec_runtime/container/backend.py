@@ -43,6 +43,7 @@ from dsec_runtime.run import Runner, Slot
 from dsec_runtime.running import Clock
 from dsec_runtime.sandbox import EDGE
 from dsec_runtime.skeleton import skeleton
+from dsec_runtime.upper import cloned_upper, live_upper
 from dsec_runtime.users import User, check_directory, check_program, find_user
 from dsecfs.errors import BadInput, Busy, Unsupported
 from dsecfs.kernel.syscalls import closing, pidfd_open
@@ -257,7 +258,9 @@ class ContainerBackend:
         except subprocess.TimeoutExpired:
             crun.kill()
             crun.wait()
-            raise SandboxError(f"sandbox {sandbox}: crun did not start it in {CRUN_S:g} s") from None
+            raise SandboxError(
+                f"sandbox {sandbox}: crun did not start it in {CRUN_S:g} s"
+            ) from None
         if code:
             said = ""
             with contextlib.suppress(FileNotFoundError):
@@ -411,8 +414,31 @@ class ContainerBackend:
             execs=0,
         )
 
+    # -- its files, from outside -------------------------------------------------------
+
     def upper(self, sandbox: str, record: Record) -> tuple[int, int]:
-        raise Unsupported("snapshot of a container: not on this node")
+        return live_upper(self._dirs, sandbox), record["uid_start"]
+
+    def clone_upper(self, sandbox: str, record: Record) -> int | None:
+        return cloned_upper(self._dirs, sandbox)
+
+    def lower(self, sandbox: str, record: Record, prepared: Prepared) -> int:
+        layers = (*prepared.top_first, skeleton(self._dirs))
+        with contextlib.ExitStack() as open_fds:
+            if self._mounts.mode == "fuse":
+                tree = read_claim(self._sandboxes.record(sandbox)).get("tree", "")
+                lowers = [self._mounts.trees.open(str(tree))]
+            else:
+                holder = Holder(sandbox, self._sandboxes.record(sandbox))
+                lowers = self._mounts.clone(
+                    [self._mounts.acquire(layer, holder) for layer in layers]
+                )
+            for fd in lowers:
+                open_fds.callback(os.close, fd)
+            what = f"mount the layers of sandbox {sandbox}"
+            return self._mounts.overlay(
+                lowers, None, what=what, place=self._sandboxes.place(sandbox), volatile=False
+            )
 
     # -- the end -----------------------------------------------------------------------
 

@@ -117,7 +117,18 @@ class Backend(Protocol):
 
     def upper(self, sandbox: str, record: Record) -> tuple[int, int]:
         """A descriptor of the directory that has what the sandbox wrote (overlay format), and
-        the start of its range of ids. The caller closes it."""
+        the start of its range of ids. Nothing can be written through it; it shows changes as they
+        happen. The caller closes it."""
+        ...
+
+    def clone_upper(self, sandbox: str, record: Record) -> int | None:
+        """The same of a copy of it as it is now, made in milliseconds; None where that is not
+        possible. The sandbox is frozen, and its upper was synced."""
+        ...
+
+    def lower(self, sandbox: str, record: Record, prepared: Prepared) -> int:
+        """A descriptor of what the sandbox started with: its layers as one read-only tree, with
+        owners as in the layers. The caller closes it."""
         ...
 
     def destroy(self, sandbox: str, record: Record | None) -> None:

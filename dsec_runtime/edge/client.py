@@ -369,7 +369,7 @@ def _split(url: str) -> tuple[str, str, int]:
 
 def _target(path: str, query: Query | None) -> str:
     given = {key: value for key, value in (query or {}).items() if value is not None}
-    return f"{path}?{urlencode(given, doseq=True)}" if given else path
+    return f"{path}?{urlencode(given, True, errors='surrogateescape')}" if given else path
 
 
 def _encoded(body: object) -> tuple[bytes | None, str]:

@@ -46,6 +46,7 @@ from dsec_runtime.errors import (
     SandboxLost,
     WrongState,
 )
+from dsec_runtime.files.client import Files
 from dsec_runtime.network import Gate
 from dsec_runtime.sandbox import new_id
 from dsecfs.errors import BadInput, Conflict, DsecfsError, Unsupported
@@ -81,6 +82,7 @@ class Edge:
         backends: Mapping[str, Backend],
         execs: Execs,
         gate: Gate,
+        files: Files,
         admission: Admission,
         events: Events,
         metrics: Metrics,
@@ -91,6 +93,7 @@ class Edge:
         self.execs = execs
         execs.host = self
         self.gate = gate
+        self.files = files
         self.admission = admission
         self.events = events
         self.metrics = metrics
@@ -192,6 +195,7 @@ class Edge:
         await self._change(box, state, "adopted", paused_at=row.paused_at)
         await self._watch(box)
         await self.execs.adopt(box)
+        await self._attach_network(box)
 
     # -- asking ------------------------------------------------------------------------
 
@@ -227,14 +231,15 @@ class Edge:
 
     # -- making ------------------------------------------------------------------------
 
-    async def create(self, spec: SandboxSpec) -> Box:
-        """Make a sandbox; returns when it is running, ready_cmd and all.
+    async def create(self, spec: SandboxSpec, *, wait: bool = True) -> Box:
+        """Make a sandbox; returns when it is running, ready_cmd and all, or without `wait` when
+        it is counted in and will be made.
 
         Errors as `Node.prepare` and `Backend.create`; Refused; Conflict for a key that was used
         with another specification. After an error nothing is left of it.
         """
         if spec.key is None:
-            return await self._create(spec)
+            return await self._create(spec, wait)
         known = self._keys.get(spec.key)
         if known is not None:
             box = await asyncio.shield(known)
@@ -247,7 +252,7 @@ class Edge:
         made: asyncio.Future[Box] = asyncio.get_running_loop().create_future()
         self._keys[spec.key] = made
         try:
-            box = await self._create(spec)
+            box = await self._create(spec, wait)
         except BaseException as e:
             del self._keys[spec.key]
             if isinstance(e, asyncio.CancelledError):
@@ -259,7 +264,7 @@ class Edge:
         made.set_result(box)
         return box
 
-    async def _create(self, spec: SandboxSpec) -> Box:
+    async def _create(self, spec: SandboxSpec, wait: bool) -> Box:
         backend = self.backends.get(spec.backend)
         if backend is None:
             raise Unsupported(
@@ -279,12 +284,19 @@ class Edge:
         self._boxes[row.id] = box
         # From here on it goes on whether or not the caller waits.
         task = asyncio.ensure_future(self._make(box, backend))
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(lambda t: t.cancelled() or t.exception())
-            raise
-        self.metrics.created(spec.backend, time.monotonic() - began)
+
+        async def made() -> None:
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                task.add_done_callback(lambda t: t.cancelled() or t.exception())
+                raise
+            self.metrics.created(spec.backend, time.monotonic() - began)
+
+        if wait:
+            await made()
+        else:
+            self.spawn(made, f"create of sandbox {row.id}")
         return box
 
     async def _make(self, box: Box, backend: Backend) -> None:
@@ -296,11 +308,7 @@ class Edge:
                     box.prepared = prepared.environment
                     record = await self.call(backend.create, row.id, row.spec, prepared)
                     row.record, row.environment = record, prepared.digest
-                    if row.spec.network.allow or row.spec.network.internet:
-                        place = await self.call(backend.place, row.id, record, None)
-                        await self.gate.attach(
-                            row.id, place.pid, place.started, row.spec.network
-                        )
+                    await self._attach_network(box)
                 row.started_at = time.time()
                 await self._change(
                     box,
@@ -461,12 +469,17 @@ class Edge:
             box.row.spec = spec
             if before.allow or before.internet:
                 await self.gate.update(box.row.id, network)
-            elif network.allow or network.internet:
-                place = await self.call(
-                    self._backend(box).place, box.row.id, box.row.record, None
-                )
-                await self.gate.attach(box.row.id, place.pid, place.started, network)
+            else:
+                await self._attach_network(box)
         return box
+
+    async def _attach_network(self, box: Box) -> None:
+        """A sandbox without rules has a loopback device, and needs no gate."""
+        row, network = box.row, box.row.spec.network
+        if network.allow or network.internet:
+            assert row.record is not None
+            place = await self.call(self._backend(box).place, row.id, row.record, None)
+            await self.gate.attach(row.id, place.pid, place.started, network)
 
     async def set_lifetime(self, sandbox: str, lifetime: Lifetime) -> Box:
         box = self.find(sandbox)

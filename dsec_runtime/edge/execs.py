@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field

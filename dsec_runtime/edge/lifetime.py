@@ -13,7 +13,6 @@ import time
 
 from dsec_runtime.edge.box import Box
 from dsec_runtime.edge.edge import ENDED_KEPT_S, Edge
-from dsec_runtime.edge.model import State
 from dsec_runtime.errors import CannotFreeze
 from dsecfs.errors import DsecfsError
 

@@ -16,6 +16,7 @@ import grp
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -32,6 +33,7 @@ from dsec_runtime.edge.events import Events
 from dsec_runtime.edge.execs import Execs
 from dsec_runtime.edge.journal import Journal
 from dsec_runtime.edge.metrics import Metrics
+from dsec_runtime.files.client import Files
 from dsec_runtime.keeper.client import Keeper
 from dsec_runtime.keeper.start import ensure_keeper
 from dsec_runtime.network.client import Gate
@@ -71,7 +73,11 @@ async def running_edge(node: Node) -> AsyncIterator[Edge]:
         # First the backends: what they make (the namespace of crun) is where the keeper lives.
         backends = await asyncio.to_thread(make_backends, node)
         await asyncio.to_thread(ensure_keeper, dirs)
-        async with Keeper(dirs) as keeper, Gate(dirs, settings) as gate:
+        async with (
+            Keeper(dirs) as keeper,
+            Gate(dirs, settings) as gate,
+            Files(dirs) as files,
+        ):
             capacity = Capacity.here(
                 memory=settings.node_overcommit_memory,
                 cpu=settings.node_overcommit_cpu,
@@ -83,6 +89,7 @@ async def running_edge(node: Node) -> AsyncIterator[Edge]:
                 backends,
                 Execs(dirs, keeper),
                 gate,
+                files,
                 Admission(capacity, dirs.data),
                 Events(journal),
                 Metrics(),
@@ -126,7 +133,7 @@ def serve(node: Node, ready: int | None = None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it answers."""
+    """Tells when it answers, and ends in order."""
 
     def __init__(self, config: uvicorn.Config, ready: int | None) -> None:
         super().__init__(config)
@@ -139,6 +146,18 @@ class _Server(uvicorn.Server):
                 os.write(self._ready, b"ready\n")
             os.close(self._ready)
             self._ready = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, which raises the signal again afterwards: that would kill us before the
+        edge has ended."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 async def _serve(node: Node, tcp: _Tcp | None, ready: int | None) -> None:

@@ -293,9 +293,10 @@ class Command:
 
     def write(self, client: Client, number: int, data: bytes) -> bool:
         """Send to its input. False if that is closed."""
-        if ("stdin" not in self.held.fds and "pty" not in self.held.fds) or self._input_ends:
-            if self.meta["tty"] is None or self.ended is not None:
-                return False
+        closed = self._input_ends or not {"stdin", "pty"} & set(self.held.fds)
+        # Before crun has sent the terminal, input waits.
+        if closed and (self.meta["tty"] is None or self.ended is not None):
+            return False
         self._input += data
         if len(self._input) > MAX_STDIN:
             self._senders.append((client, number))

@@ -61,6 +61,22 @@ def complete_trash(incomplete: str) -> list[str]:
     return _quickly(lambda: (n for n in names() if n.startswith(incomplete)))
 
 
+def complete_sandbox(incomplete: str) -> list[str]:
+    """Sandboxes of the edge, by name where they have one, else by id."""
+
+    def ask() -> Iterable[str]:
+        from dsec_runtime.edge.client import EdgeClient
+        from dsecfs.cli.session import session
+
+        client = EdgeClient.of(session().settings)
+        found = client.get("/v1/sandboxes", {"limit": 1000}, wait_s=_LONGEST_S)["sandboxes"]
+        for sandbox in found:
+            forms = (sandbox["name"] or "", sandbox["id"])
+            yield from islice((f for f in forms if f and f.startswith(incomplete)), 1)
+
+    return _quickly(ask)
+
+
 def complete_setting(incomplete: str) -> list[str]:
     """Settings, as --set takes them."""
     from dsecfs.settings import SPECS

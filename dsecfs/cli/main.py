@@ -23,6 +23,8 @@ RUN, LAYERS, NODE = "Run", "Layers and names", "This machine"
 
 COMMANDS = {
     "run": Entry("dsec_runtime.cli:run", "Run a command in a container.", RUN),
+    "sandbox": Entry("dsec_runtime.cli_sandbox:app", "Sandboxes that live and are worked in.", RUN),
+    "sb": Entry("dsec_runtime.cli_sandbox:app", "The same as sandbox.", RUN),
     "mount": Entry("dsecfs.cli.mount:mount", "Mount an environment on a directory.", RUN),
     "umount": Entry("dsecfs.cli.mount:umount", "Unmount it.", RUN),
     "unmount": Entry("dsecfs.cli.mount:umount", "The same as umount.", RUN),
@@ -31,6 +33,7 @@ COMMANDS = {
     "env": Entry("dsecfs.cli.env:app", "Compositions of layers.", LAYERS),
     "channel": Entry("dsecfs.cli.channel:app", "Movable, audited names for versions.", LAYERS),
     "store": Entry("dsecfs.cli.store:app", "The store: check, measure, clean up.", LAYERS),
+    "node": Entry("dsec_runtime.cli_node:app", "The daemon that owns this node's sandboxes.", NODE),
     "cache": Entry("dsecfs.cli.cache:app", "Data that this node has already.", NODE),
     "fs": Entry("dsecfs.cli.fs:app", "The daemon that serves data on demand.", NODE),
     "doctor": Entry("dsecfs.cli.doctor:doctor", "What it can do, and what is missing.", NODE),

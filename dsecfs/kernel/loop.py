@@ -17,6 +17,7 @@ from pathlib import Path
 from dsecfs.errors import MountError, Unsupported
 from dsecfs.kernel.syscalls import closing
 
+_LOOP_GET_STATUS64 = 0x4C05
 _LOOP_CONFIGURE = 0x4C0A
 _LOOP_CTL_GET_FREE = 0x4C82
 _READ_ONLY, _AUTOCLEAR, _DIRECT_IO = 1, 4, 16
@@ -89,3 +90,32 @@ def _try(control: int, backing: int, path: Path, direct_io: bool, writable: bool
             return None
         raise MountError(f"loop device for {path}: {e.strerror}", errno=e.errno or 0) from None
     return device
+
+
+def find_loop(path: Path) -> int | None:
+    """A read-only descriptor of the loop device over the file `path`; None if there is none.
+
+    While it is open the device stays that of this file. OSError for `path` itself.
+    """
+    wanted = os.stat(path)
+    tail = f"/{path.parent.name}/{path.name}"
+    for known in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            if not known.read_text().rstrip("\n").endswith(tail):
+                continue
+            device = os.open(f"/dev/{known.parts[3]}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # it went away
+        # What the device is over says only the device: it may be another's by now.
+        info = bytearray(_INFO.size)
+        try:
+            fcntl.ioctl(device, _LOOP_GET_STATUS64, info)
+            where, inode, *_ = _INFO.unpack(info)
+            if (where, inode) == (wanted.st_dev, wanted.st_ino):
+                return device
+        except OSError as e:
+            if e.errno != errno.ENXIO:  # no file any more
+                os.close(device)
+                raise
+        os.close(device)
+    return None

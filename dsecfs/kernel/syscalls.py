@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import struct
@@ -77,8 +78,19 @@ CLONE_FS = 0x200
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 
+RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_NO_SYMLINKS = 0x04
+RESOLVE_BENEATH = 0x08
 RESOLVE_IN_ROOT = 0x10
+
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
+"""Flags of sync_file_range(2)."""
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+"""Flags of fallocate(2)."""
+_FICLONE = 0x40049409
+"""linux/fs.h: share all blocks of another file."""
+_NO_CLONE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
 
 
 def failed(what: str, code: int, words: str = "", hint: str = "") -> MountError | Busy:
@@ -259,6 +271,44 @@ def openat2(at: int, path: str | bytes, flags: int, *, resolve: int, mode: int =
 def open_in_root(root: int, path: str | bytes, flags: int = os.O_PATH) -> int:
     """Open `path` as if the directory `root` were `/`: symlinks and `..` cannot leave it."""
     return openat2(root, path, flags, resolve=RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
+
+
+# -- data of files -------------------------------------------------------------------------
+
+
+def sync_pages(fd: int) -> None:
+    """Write a file's dirty pages to its file system, without waiting for the disk's cache
+    (sync_file_range(2)). A store through a mapping after that changes the file's times."""
+    flags = _WAIT_BEFORE | _WRITE | _WAIT_AFTER
+    if _libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(flags)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def sync_filesystem(fd: int) -> None:
+    """Write all of the file system in which `fd` is (syncfs(2)). OSError."""
+    if _libc.syncfs(fd):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def punch_hole(fd: int, offset: int, length: int) -> bool:
+    """Give back the blocks of a range, which then reads as zeros (fallocate(2)). False where the
+    file system cannot."""
+    mode = _PUNCH_HOLE | _KEEP_SIZE
+    return not _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(length))
+
+
+def share_blocks(source: int, target: int) -> bool:
+    """Make `target` have the content of `source` without copying (ioctl_ficlone(2)). False where
+    the file system cannot, or the two are on different ones; else OSError."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError as e:
+        if e.errno in _NO_CLONE:
+            return False
+        raise
+    return True
 
 
 # -- namespaces and processes --------------------------------------------------------------

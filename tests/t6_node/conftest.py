@@ -158,7 +158,8 @@ class RealNode:
         with self.client() as client:
             answer = Answer(client.request(method, path, **more))
         good = answer.status == status if status else answer.status < 300
-        assert good, f"{method} {path}: {answer.status} {answer.content[:2000]!r}\n{self.log()[-3000:]}"
+        said = f"{answer.status} {answer.content[:2000]!r}\n{self.log()[-3000:]}"
+        assert good, f"{method} {path}: {said}"
         return answer
 
     def create(self, status: int | None = None, **spec: Any) -> Any:
@@ -207,7 +208,8 @@ class RealNode:
             "mounts": [
                 str(m.point)
                 for m in mounts_here()
-                if m.point.is_relative_to(self.place) and not re.search("/run/(ns|fs|lxcfs)", str(m.point))
+                if m.point.is_relative_to(self.place)
+                and not re.search("/run/(ns|fs|lxcfs)", str(m.point))
             ],
             "loops": [
                 str(p)

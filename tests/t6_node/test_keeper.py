@@ -121,7 +121,7 @@ def test_a_missing_program_is_an_error(dirs: NodeDirs) -> None:
             start = Start("missing", "abcdefghijkl", HostCommand(("/no/such",)), place)
             with pytest.raises(KeeperError, match="No such file"):
                 await c.keeper.start(start)
-            ended, out, _ = await c.run("echo on")
+            _, out, _ = await c.run("echo on")
             assert out == b"on\n"
 
     asyncio.run(check())
@@ -161,7 +161,8 @@ def test_input(dirs: NodeDirs) -> None:
 def test_a_slow_reader_of_a_burst_gets_every_byte(dirs: NodeDirs) -> None:
     async def check() -> None:
         async with commands(dirs) as c:
-            script = f"{sys.executable} -c \"import os\nfor i in range(64): os.write(1, bytes([i]) * (1 << 20))\""
+            program = "import os\nfor i in range(64): os.write(1, bytes([i]) * (1 << 20))"
+            script = f'{sys.executable} -c "{program}"'
             id, place = await c.start(script)
             position = 0
             async for frame in c.keeper.follow(id, place, (0, 0)):
@@ -184,7 +185,7 @@ def test_endless_output_costs_a_bounded_amount(dirs: NodeDirs) -> None:
     async def check() -> None:
         async with commands(dirs) as c:
             id, place = await c.start("yes", timeout_s=8.0, grace_s=0.0)
-            other, out, _ = await c.run("echo others are not stalled")
+            _, out, _ = await c.run("echo others are not stalled")
             assert out == b"others are not stalled\n"
             ended = await c.keeper.wait(id, place)
             assert ended.timed_out
@@ -244,7 +245,7 @@ def test_kill_9_of_a_process_of_the_keeper(dirs: NodeDirs, victim: str) -> None:
 
     async def check() -> None:
         async with commands(dirs) as c:
-            script = "i=0; while [ $i -lt 300 ]; do echo line $i; i=$((i+1)); sleep 0.01; done; exit 5"
+            script = "for i in $(seq 0 299); do echo line $i; sleep 0.01; done; exit 5"
             running = [await c.start(script) for _ in range(4)]
             waits = [asyncio.create_task(c.keeper.wait(*one)) for one in running]
             frames: list[bytes] = []

@@ -14,8 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dsec_runtime.edge.edge import Edge
 from dsec_runtime.edge.model import Problem
 from dsec_runtime.errors import (
+    BadRange,
     CannotFreeze,
+    FileDenied,
+    FileProblem,
+    FilesError,
     KeeperError,
+    NoSpace,
     NoSuchSandbox,
     NoSuchUser,
     NotExecutable,
@@ -55,9 +60,14 @@ _STATUS: tuple[tuple[type[DsecfsError], int], ...] = (
     (CannotFreeze, 409),
     (Refused, 409),
     (KeeperError, 503),
+    (FilesError, 503),
+    (FileDenied, 403),
+    (BadRange, 416),
+    (NoSpace, 507),
     (PortError, 502),
     (BadInput, 422),
     (Conflict, 409),
+    (FileProblem, 422),
     (Busy, 409),
     (DeadlineExceeded, 504),
     (StoreUnavailable, 503),
@@ -69,7 +79,7 @@ _STATUS: tuple[tuple[type[DsecfsError], int], ...] = (
 
 def create_app(edge: Edge, *, token: str = "") -> FastAPI:
     """The API of an edge. With `token`, callers must send it as a bearer token."""
-    from dsec_runtime.edge.api import execs, node, sandboxes
+    from dsec_runtime.edge.api import execs, files, node, ports, sandboxes
 
     app = FastAPI(
         title="dsec edge",
@@ -80,7 +90,7 @@ def create_app(edge: Edge, *, token: str = "") -> FastAPI:
     )
     app.state.edge = edge
     app.state.token = token
-    for module in (sandboxes, execs, node):
+    for module in (sandboxes, execs, files, ports, node):
         app.include_router(module.router)
     app.add_exception_handler(DsecfsError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -112,12 +112,14 @@ async def output(
     stream: Literal["both", "stdout", "stderr"] = "both",
     stdout: Annotated[int, Query(ge=0)] = 0,
     stderr: Annotated[int, Query(ge=0)] = 0,
+    live: bool = True,
 ) -> StreamingResponse:
-    """Output from these offsets on that is kept, then what comes, until its end. One stream is
-    raw bytes, both are frames."""
+    """Output from these offsets on that is kept, then, if `live`, what comes until its end. One
+    stream is raw bytes, both are frames."""
     edge = edge_of(request)
     box = edge.find(sandbox)
-    frames = edge.execs.follow(box, exec, (stdout, stderr))
+    source = edge.execs.follow if live else edge.execs.kept
+    frames = source(box, exec, (stdout, stderr))
     wanted = {"stdout": (STDOUT,), "stderr": (STDERR,)}.get(stream, (STDOUT, STDERR))
 
     async def parts() -> AsyncIterator[bytes]:

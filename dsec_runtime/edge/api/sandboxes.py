@@ -51,9 +51,9 @@ class WhyAnswer(Model):
 
 
 @router.post("/sandboxes", status_code=201, response_model=Sandbox)
-async def create(spec: SandboxSpec, request: Request) -> Sandbox:
-    """Make a sandbox; the answer comes when it is running."""
-    return (await edge_of(request).create(spec)).show()
+async def create(spec: SandboxSpec, request: Request, wait: bool = True) -> Sandbox:
+    """Make a sandbox; the answer comes when it is running, with wait=false at once."""
+    return (await edge_of(request).create(spec, wait=wait)).show()
 
 
 @router.get("/sandboxes", response_model=SandboxPage)

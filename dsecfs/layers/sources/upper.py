@@ -65,10 +65,12 @@ def read_upper(
     with that option, so its marks are `user.overlay.*`. Raises BadInput, Unsupported and
     UnsafeArchive that name the file, and OSError for `path` itself.
     """
-    return _UpperReader(path, sink, limits, ids, userxattr, progress).read()
+    return UpperReader(path, sink, limits, ids, userxattr, progress).read()
 
 
-class _UpperReader(DirectoryReader):
+class UpperReader(DirectoryReader):
+    """One walk; `dsec_runtime/snapshots` makes several of one upper."""
+
     def __init__(
         self,
         path: str,
