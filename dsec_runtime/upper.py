@@ -194,6 +194,24 @@ def live_upper(dirs: NodeDirs, sandbox: str) -> int:
         return _upper_of(device, f"mount upper of sandbox {sandbox}", read_only=False)
 
 
+def can_clone(dirs: NodeDirs) -> bool:
+    """Whether `cloned_upper` is possible here (XFS and btrfs, not ext4)."""
+    with contextlib.ExitStack() as files:
+        fds = []
+        for _ in range(2):
+            try:
+                fd = os.open(dirs.uppers, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError:
+                return False  # a full disk, or a file system without such files
+            files.callback(os.close, fd)
+            fds.append(fd)
+        try:
+            os.ftruncate(fds[0], 4096)
+            return share_blocks(*fds)
+        except OSError:
+            return False
+
+
 def cloned_upper(dirs: NodeDirs, sandbox: str) -> int | None:
     """The same of a copy that nothing changes any more, made by sharing blocks: a matter of
     milliseconds, whatever its size. None where the file system of the data directory cannot.

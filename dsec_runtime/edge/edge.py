@@ -272,6 +272,7 @@ class Edge:
                 hint=f"it has {', '.join(sorted(self.backends))}",
             )
         self.gate.check(spec.network)
+        _check_lifetime(spec.lifetime)
         began = time.monotonic()
         row = Row(new_id(), spec, State.CREATING, time.time())
         self.admission.reserve(row.id, spec)
@@ -484,6 +485,7 @@ class Edge:
     async def set_lifetime(self, sandbox: str, lifetime: Lifetime) -> Box:
         box = self.find(sandbox)
         async with box.lock:
+            _check_lifetime(lifetime)
             if box.row.state.ended:
                 raise WrongState(f"sandbox {box.row.id} has ended")
             spec = box.row.spec.model_copy(update={"lifetime": lifetime})
@@ -640,3 +642,12 @@ class Edge:
     async def note(self, box: Box, kind: str, data: dict[str, object] | None = None) -> None:
         await self._journal.write(self.events.change(box, kind, data or {}))
         self.events.wake()
+
+
+def _check_lifetime(lifetime: Lifetime) -> None:
+    """Unsupported for what this node does not do: nobody shall rely on it."""
+    if lifetime.archive_after_s is not None or lifetime.keep_on_failure:
+        raise Unsupported(
+            "lifetime: this node neither archives sandboxes nor keeps those that failed",
+            hint="leave archive_after_s and keep_on_failure out",
+        )

@@ -41,7 +41,7 @@ from dsec_runtime.edge.model import (
 from dsec_runtime.errors import NoSuchSandbox, SandboxError, WrongState
 from dsec_runtime.keeper.client import Ended, Frame, Keeper, Start
 from dsec_runtime.keeper.log import STREAMS, Kept, end_of, read_at, read_ended, read_kept
-from dsecfs.errors import BadInput, DeadlineExceeded
+from dsecfs.errors import BadInput, DeadlineExceeded, Unsupported
 from dsecfs.nodedirs import NodeDirs
 
 log = logging.getLogger(__name__)
@@ -449,8 +449,11 @@ def check(spec: ExecSpec) -> None:
         raise BadInput("empty command", hint="give a text for the shell, or a list of words")
     if spec.stdin and spec.input is not None:
         raise BadInput("both stdin and input", hint="input is all of it; stdin sends it later")
-    if spec.tty and spec.session:
-        raise BadInput("a session has no terminal", hint="start a shell with tty instead")
+    if spec.session:
+        raise Unsupported(
+            "sessions: this node keeps no shell between commands",
+            hint="set cwd and variables per command, or start a shell with tty",
+        )
 
 
 def judge(ended: Ended, denied: int, disk_full: bool) -> tuple[Outcome, Fault, str, str]:

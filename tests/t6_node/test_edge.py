@@ -166,6 +166,9 @@ def test_bad_specifications(node: RealNode, spec: dict[str, Any], field: str) ->
         ({"extra_hosts": {"a": "not an address"}}, 422, "extra_hosts"),
         ({"memory_request_mb": 1 << 30}, 409, "largest free"),
         ({"backend": "microvm"}, 501, "microvm"),
+        ({"lifetime": {"archive_after_s": 60}}, 501, "archives"),
+        ({"lifetime": {"keep_on_failure": True}}, 501, "keeps"),
+        ({"oci_runtime": "runsc"}, 501, "runsc"),
         ({"ready_cmd": "exit 1", "ready_timeout_s": 0.3}, 500, "not ready"),
     ],
 )
