@@ -22,6 +22,7 @@ import pytest
 from dsec_runtime.cgroups import places as cgroup_places
 from dsec_runtime.container.lxcfs import Lxcfs
 from dsec_runtime.keeper.start import ask, end_keeper
+from dsec_runtime.network.start import end_gate
 from dsecfs.kernel.mountinfo import mounts_here
 from dsecfs.kernel.namespaces import unpin_namespaces
 from dsecfs.kernel.syscalls import umount
@@ -230,6 +231,7 @@ class RealNode:
                 self.remove(sandbox["id"])
         self.stop()
         end_keeper(self.dirs)
+        end_gate(self.dirs)
         deadline = time.monotonic() + 10
         while ask(self.dirs, "ping") is not None and time.monotonic() < deadline:
             time.sleep(0.05)
